@@ -1,0 +1,197 @@
+"""The native core: bytes, keys, slots and file descriptors; no models, tokens or sockets.
+
+Two kinds of process use it. The daemon owns one `Index`, the only writer of the table. Every attached process maps the
+table read-only (`Table`) and the arena (`Arena`), and copies with a `Copier`. All batch calls release the GIL.
+
+Slot numbers: the arena is cut into units of `unit_bytes`; slot = unit * slots_per_unit + i, where
+slots_per_unit = unit_bytes // 4096, and its bytes start at unit * unit_bytes + i * class_bytes, where class_bytes is the
+chunk's size rounded up to 4096 (`slot_offset` does this sum).
+"""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+SLOT_ALIGNMENT: int  # 4096
+KEY_BYTES_MIN: int  # 16
+KEY_BYTES_MAX: int  # 64
+
+# Codes in the first value of `Table.lookup` and in `Index.lookup`.
+MISS: int  # 0
+CPU: int  # 1
+FS: int  # 2
+PENDING: int  # 3
+
+# Codes that `Index.commit` returns.
+STORED: int  # 1
+PRESENT: int  # 2
+TIER_FULL: int  # 3  the table has no room for the entry
+NOT_GRANTED: int  # 7
+
+def class_bytes(chunk_bytes: int) -> int: ...
+def slot_offset(slot: int, class_bytes: int, unit_bytes: int) -> int: ...
+def create_memfd(name: str, nbytes: int) -> int:
+    """A memfd of mode 0600, not executable where the kernel can say so, close-on-exec. OSError on failure."""
+
+def seal_arena(fd: int) -> None:
+    """SHRINK|GROW|SEAL, in one call."""
+
+def seal_table(fd: int) -> None:
+    """SHRINK|GROW|FUTURE_WRITE|SEAL, in one call, after the daemon has mapped it for writing."""
+
+def populate(address: int, nbytes: int) -> None:
+    """Pre-fault for writing, with MADV_POPULATE_WRITE or by touching. OSError when the memory cannot be had."""
+
+def fill(address: int, nbytes: int, value: int) -> None: ...
+
+class Table:
+    """One process's read-only map of the daemon's table. Safe from many threads.
+
+    ValueError when the memory is not a table of this version, or `index_key` is not 16 bytes.
+    """
+
+    def __init__(self, fd: int, index_key: bytes) -> None: ...
+    @property
+    def instance_id(self) -> bytes: ...
+    @property
+    def arena_bytes(self) -> int: ...
+    @property
+    def unit_bytes(self) -> int: ...
+    def heartbeat_age_ms(self) -> float:
+        """Since the daemon's event loop last ran, by CLOCK_MONOTONIC."""
+
+    def lookup(
+        self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]
+    ) -> tuple[bytes, NDArray[np.uint32], NDArray[np.uint64]]:
+        """Per key: a code, and for CPU the slot and generation. Never waits; may be stale a moment later.
+
+        ValueError for a namespace or tenant that is not 16 bytes or a key outside 16 to 64 bytes.
+        """
+
+    def current(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> bytes:
+        """Per slot: 1 when the slot still has that generation, else 0. Call it after the copy (acquire fence first)."""
+
+    def close(self) -> None: ...
+
+class Arena:
+    """A map of the arena, MADV_DONTFORK. Daemon and attached processes use the same class."""
+
+    def __init__(self, fd: int, nbytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def view(self) -> memoryview: ...
+    def close(self) -> None: ...
+
+class Finished:
+    """One job that ended. `failed` lists the indices into the job's slots whose generation had changed."""
+
+    @property
+    def job(self) -> int: ...
+    @property
+    def failed(self) -> list[int]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+class Copier:
+    """A pool of threads that runs copy jobs, each split over the threads, with streaming stores, fenced at its end.
+
+    Jobs start in order of submission. Fragments outside the regions added before are refused (ValueError, nothing
+    copied). Safe from many threads. `close` ends running jobs at the next fragment and joins the threads.
+    """
+
+    def __init__(self, threads: int) -> None: ...
+    def add_region(self, address: int, nbytes: int) -> None: ...
+    def remove_region(self, address: int) -> None:
+        """Waits until no running job touches the region; queued jobs that do fail whole."""
+
+    def submit(
+        self,
+        job: int,
+        sources: NDArray[np.uint64],
+        destinations: NDArray[np.uint64],
+        sizes: NDArray[np.uint64],
+        *,
+        table: Table | None = None,
+        slots: NDArray[np.uint32] | None = None,
+        generations: NDArray[np.uint64] | None = None,
+    ) -> None:
+        """With a table: after the copy each slot's generation is compared, and those that changed are reported."""
+
+    def finished(self) -> list[Finished]:
+        """Jobs that ended since the last call. Does not wait."""
+
+    def wait(self, jobs: Collection[int], timeout_s: float) -> bool:
+        """True when none of the jobs is queued or running any more; unknown jobs count as ended."""
+
+    def close(self) -> None: ...
+
+class Index:
+    """The daemon's index: the only writer of the table. One thread calls it (the event loop); no I/O, no clock.
+
+    `prefaulted_bytes` of the arena can be granted. Every chunk belongs to (namespace, tenant, key); `group` numbers are
+    chosen by the caller. `verify=True` (tests) fills a slot with POISON when it is granted and counts commits that
+    still hold poison.
+    """
+
+    def __init__(
+        self,
+        *,
+        table_fd: int,
+        table_bytes: int,
+        arena: Arena,
+        unit_bytes: int,
+        index_key: bytes,
+        instance_id: bytes,
+        verify: bool = False,
+    ) -> None: ...
+    @staticmethod
+    def table_bytes_for(entries: int, arena_bytes: int, unit_bytes: int) -> int: ...
+    @staticmethod
+    def unit_bytes_for(arena_bytes: int) -> int:
+        """1/64 of the arena, rounded up to 4096, at most 1 GiB."""
+
+    def heartbeat(self) -> None: ...
+    def set_prefaulted(self, nbytes: int) -> None: ...
+    def grant(self, group: int, chunk_bytes: int, count: int) -> list[tuple[int, int]]:
+        """Up to `count` of (slot, generation), each generation raised before it is returned; fewer: the tier is full.
+
+        ValueError: chunk larger than the arena, or more than 32 size classes.
+        """
+
+    def commit(
+        self,
+        group: int,
+        namespace: bytes,
+        commits: Sequence[tuple[int, int, bytes, bytes, bytes]],
+    ) -> list[int]:
+        """(slot, generation, tenant, key, parent key or b"") -> one code each. Not STORED: the slot is free again."""
+
+    def abort(self, group: int, refs: Sequence[tuple[int, int]]) -> int:
+        """How many of the (slot, generation) were granted to the group; others are ignored (repeated, foreign)."""
+
+    def lease(self, group: int, refs: Sequence[tuple[int, int]], deadline_ms: int) -> list[bool]: ...
+    def release(self, group: int, refs: Sequence[tuple[int, int]]) -> list[bool]: ...
+    def expire_leases(self, now_ms: int) -> int: ...
+    def touch(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]) -> None:
+        """Head first; the tail is touched first, so that a parent is never older than its child."""
+
+    def lookup(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]) -> bytes:
+        """Codes as of `Table.lookup`, full keys compared."""
+
+    def end_leases(self, group: int) -> None: ...
+    def end_group(self, group: int) -> None:
+        """Every process of the group has ended: its grants are free again and its leases are gone."""
+
+    def stats(self) -> dict[str, int]:
+        """used_bytes granted_bytes pinned_bytes chunks grants leases evictions entries entries_max tenants
+        poison_commits."""
+
+    def problems(self) -> list[str]:
+        """Every invariant that does not hold, a sentence each."""
+
+POISON: int  # 0xA5, the byte that verify mode fills granted slots with

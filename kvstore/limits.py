@@ -1,0 +1,19 @@
+"""Every bound that two sides of the wire must agree on, and the relations between them."""
+
+KEY_BYTES_MIN = 16
+KEY_BYTES_MAX = 64
+KEYS_PER_CALL_MAX = 65_536
+OPERATIONS_PER_STEP_MAX = (
+    256  # so that one message costs the daemon's event loop about a millisecond at the most
+)
+MESSAGE_BYTES_MAX = 4 << 20  # gRPC's own default, stated at both ends
+SIZE_CLASSES_MAX = 32
+LEASE_MS = 30_000
+HEARTBEAT_INTERVAL_MS = 50
+HEARTBEAT_STALE_MS = 150  # older: no store begins, fs hits are misses
+GRANTS_IDLE_S = 1.0  # unused grants go back after that long without a store
+GRANTS_PER_GROUP_MIN = 64
+SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un
+TOKEN_METADATA_KEY = "kvstore-token"
+
+assert HEARTBEAT_STALE_MS >= 3 * HEARTBEAT_INTERVAL_MS

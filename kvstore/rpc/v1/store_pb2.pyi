@@ -1,0 +1,198 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_CLIENT: _ClassVar[Role]
+    ROLE_SCHEDULER: _ClassVar[Role]
+    ROLE_WORKER: _ClassVar[Role]
+    ROLE_ADMIN: _ClassVar[Role]
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_STORED: _ClassVar[Outcome]
+    OUTCOME_PRESENT: _ClassVar[Outcome]
+    OUTCOME_REJECTED_TIER_FULL: _ClassVar[Outcome]
+    OUTCOME_REJECTED_QUOTA: _ClassVar[Outcome]
+    OUTCOME_REJECTED_ADMISSION: _ClassVar[Outcome]
+    OUTCOME_REJECTED_TIER_SICK: _ClassVar[Outcome]
+    OUTCOME_NOT_GRANTED: _ClassVar[Outcome]
+
+class Found(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FOUND_MISS: _ClassVar[Found]
+    FOUND_CPU: _ClassVar[Found]
+    FOUND_FS: _ClassVar[Found]
+    FOUND_PENDING: _ClassVar[Found]
+ROLE_UNSPECIFIED: Role
+ROLE_CLIENT: Role
+ROLE_SCHEDULER: Role
+ROLE_WORKER: Role
+ROLE_ADMIN: Role
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_STORED: Outcome
+OUTCOME_PRESENT: Outcome
+OUTCOME_REJECTED_TIER_FULL: Outcome
+OUTCOME_REJECTED_QUOTA: Outcome
+OUTCOME_REJECTED_ADMISSION: Outcome
+OUTCOME_REJECTED_TIER_SICK: Outcome
+OUTCOME_NOT_GRANTED: Outcome
+FOUND_MISS: Found
+FOUND_CPU: Found
+FOUND_FS: Found
+FOUND_PENDING: Found
+
+class AttachRequest(_message.Message):
+    __slots__ = ("role", "group", "rank", "world_size", "namespace_document", "chunk_bytes", "range_offset", "range_bytes", "seed_fingerprint", "seed_shown")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RANGE_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    RANGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SEED_SHOWN_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    group: str
+    rank: int
+    world_size: int
+    namespace_document: str
+    chunk_bytes: int
+    range_offset: int
+    range_bytes: int
+    seed_fingerprint: bytes
+    seed_shown: str
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., namespace_document: _Optional[str] = ..., chunk_bytes: _Optional[int] = ..., range_offset: _Optional[int] = ..., range_bytes: _Optional[int] = ..., seed_fingerprint: _Optional[bytes] = ..., seed_shown: _Optional[str] = ...) -> None: ...
+
+class AttachReply(_message.Message):
+    __slots__ = ("instance_id", "group", "require_cache_salt")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    REQUIRE_CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    instance_id: bytes
+    group: GroupState
+    require_cache_salt: bool
+    def __init__(self, instance_id: _Optional[bytes] = ..., group: _Optional[_Union[GroupState, _Mapping]] = ..., require_cache_salt: bool = ...) -> None: ...
+
+class GroupState(_message.Message):
+    __slots__ = ("complete", "namespace_id", "chunk_bytes", "refused")
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    complete: bool
+    namespace_id: bytes
+    chunk_bytes: int
+    refused: str
+    def __init__(self, complete: bool = ..., namespace_id: _Optional[bytes] = ..., chunk_bytes: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
+
+class SlotRef(_message.Message):
+    __slots__ = ("slot", "generation")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("at", "tenant", "key", "parent")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    at: SlotRef
+    tenant: bytes
+    key: bytes
+    parent: bytes
+    def __init__(self, at: _Optional[_Union[SlotRef, _Mapping]] = ..., tenant: _Optional[bytes] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("at", "loaded")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    at: SlotRef
+    loaded: bool
+    def __init__(self, at: _Optional[_Union[SlotRef, _Mapping]] = ..., loaded: bool = ...) -> None: ...
+
+class Chain(_message.Message):
+    __slots__ = ("tenant", "keys")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    tenant: bytes
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, tenant: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Probe(_message.Message):
+    __slots__ = ("engine_family", "hash_algorithm", "value")
+    ENGINE_FAMILY_FIELD_NUMBER: _ClassVar[int]
+    HASH_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    engine_family: str
+    hash_algorithm: str
+    value: bytes
+    def __init__(self, engine_family: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+
+class StepRequest(_message.Message):
+    __slots__ = ("number", "instance_id", "grants_wanted", "commits", "aborts", "leases", "releases", "touches", "misses", "probe", "fresh_namespace")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    COMMITS_FIELD_NUMBER: _ClassVar[int]
+    ABORTS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    RELEASES_FIELD_NUMBER: _ClassVar[int]
+    TOUCHES_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    FRESH_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    instance_id: bytes
+    grants_wanted: int
+    commits: _containers.RepeatedCompositeFieldContainer[Commit]
+    aborts: _containers.RepeatedCompositeFieldContainer[SlotRef]
+    leases: _containers.RepeatedCompositeFieldContainer[SlotRef]
+    releases: _containers.RepeatedCompositeFieldContainer[Release]
+    touches: _containers.RepeatedCompositeFieldContainer[Chain]
+    misses: int
+    probe: Probe
+    fresh_namespace: bool
+    def __init__(self, number: _Optional[int] = ..., instance_id: _Optional[bytes] = ..., grants_wanted: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., touches: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., misses: _Optional[int] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., fresh_namespace: bool = ...) -> None: ...
+
+class StepReply(_message.Message):
+    __slots__ = ("number", "grants", "grants_short", "outcomes", "group")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_SHORT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    grants: _containers.RepeatedCompositeFieldContainer[SlotRef]
+    grants_short: Outcome
+    outcomes: _containers.RepeatedScalarFieldContainer[Outcome]
+    group: GroupState
+    def __init__(self, number: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., grants_short: _Optional[_Union[Outcome, str]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., group: _Optional[_Union[GroupState, _Mapping]] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("namespace_id", "tenant", "keys")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    tenant: bytes
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace_id: _Optional[bytes] = ..., tenant: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class LookupReply(_message.Message):
+    __slots__ = ("found",)
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    found: _containers.RepeatedScalarFieldContainer[Found]
+    def __init__(self, found: _Optional[_Iterable[_Union[Found, str]]] = ...) -> None: ...
