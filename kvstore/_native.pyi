@@ -4,8 +4,8 @@ Two kinds of process use it. The daemon owns one `Index`, the only writer of the
 table read-only (`Table`) and the arena (`Arena`), and copies with a `Copier`. All batch calls release the GIL.
 
 Slot numbers: the arena is cut into units of `unit_bytes`; slot = unit * slots_per_unit + i, where
-slots_per_unit = unit_bytes // 4096, and its bytes start at unit * unit_bytes + i * class_bytes, where class_bytes is the
-chunk's size rounded up to 4096 (`slot_offset` does this sum).
+slots_per_unit = unit_bytes // 4096, and its bytes start at unit * unit_bytes + i * class_bytes, where class_bytes is
+the chunk's size rounded up to 4096 (`slot_offset` does this sum).
 """
 
 from collections.abc import Collection, Sequence

@@ -34,7 +34,7 @@ def seed_fingerprint(seed: str) -> bytes:
 
 def seed_problem(seed: str | None) -> str | None:
     """Why this `PYTHONHASHSEED` cannot be shared between processes, with what to do, or None when it can."""
-    fix = 'export PYTHONHASHSEED to one fixed number for every engine and the daemon, for example "export PYTHONHASHSEED=0"'
+    fix = "export one fixed number to every engine and the daemon, for example: export PYTHONHASHSEED=0"
     if seed is None or seed == "":
         return f"PYTHONHASHSEED is not set, so block hashes of two processes need not agree: {fix}"
     if seed == "random":
@@ -42,9 +42,7 @@ def seed_problem(seed: str | None) -> str | None:
     return None
 
 
-def differing_fields(
-    one: Mapping[str, object], other: Mapping[str, object]
-) -> Iterator[tuple[str, object, object]]:
+def differing_fields(one: Mapping[str, object], other: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
     """(field, value in one, value in other) for each top-level field that differs; a missing field shows as None."""
     for field in sorted(one.keys() | other.keys()):
         if one.get(field) != other.get(field):
