@@ -1,0 +1,216 @@
+"""Fakes of the daemon's side as the connector's scheduler half sees it: link, session, table, message stream.
+
+`FakeDaemon` keeps the truth (who holds which slot, what is committed) and complains where the connector breaks a rule;
+`FakeSteps` applies operations at once unless told to hold them back.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore._native import CPU, MISS
+from kvstore.session import GroupState
+from kvstore.steps import Outcome
+
+NAMESPACE = b"namespace-of-old"
+
+
+class FakeDaemon:
+    def __init__(self, *, slots: int, chunk_bytes: int = 4096, pool: int = 64, instance_id: bytes = b"i" * 16) -> None:
+        self.instance_id = instance_id
+        self.chunk_bytes = chunk_bytes
+        self.pool = pool
+        self.namespace = NAMESPACE
+        self.complete = True
+        self.refused = ""
+        self.require_cache_salt = False
+        self.heartbeat_age_ms = 1.0
+        self.free = list(range(slots))
+        self.generations = [1] * slots
+        self.granted: dict[int, int] = {}  # slot -> generation
+        self.granted_epoch: dict[int, int] = {}
+        self.epoch = 0
+        self.stored: dict[tuple[bytes, bytes, bytes], int] = {}  # (namespace, tenant, key) -> slot
+        self.parents: dict[bytes, bytes] = {}
+        self.leases: Counter[int] = Counter()
+        self.touched: list[tuple[bytes, ...]] = []
+        self.probes: list[tuple[str, str, bytes]] = []
+        self.misses = self.hits = self.failed_loads = 0
+
+    def grant(self, count: int) -> list[tuple[int, int]]:
+        grants = []
+        for _ in range(min(count, self.pool - len(self.granted))):
+            if not self.free:
+                break
+            slot = self.free.pop(0)
+            self.generations[slot] += 1
+            self.granted[slot] = self.generations[slot]
+            self.granted_epoch[slot] = self.epoch
+            grants.append((slot, self.generations[slot]))
+        return grants
+
+    def _end_grant(self, slot: int, generation: int) -> None:
+        assert self.granted.get(slot) == generation, f"slot {slot}, generation {generation} is not granted"
+        del self.granted[slot]
+
+    def commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes) -> None:
+        self._end_grant(slot, generation)
+        place = (self.namespace, tenant, key)
+        if self.granted_epoch[slot] != self.epoch or place in self.stored:
+            self.free.append(slot)
+            return
+        self.stored[place] = slot
+        self.parents[key] = parent
+
+    def abort(self, slot: int, generation: int) -> None:
+        self._end_grant(slot, generation)
+        self.free.append(slot)
+
+    def evict(self, slot: int) -> None:
+        (place,) = [place for place, held in self.stored.items() if held == slot]
+        del self.stored[place]
+        self.free.append(slot)
+
+    def lease(self, slot: int) -> None:
+        self.leases[slot] += 1
+
+    def release(self, slot: int, *, loaded: bool) -> None:
+        assert self.leases[slot] > 0, f"slot {slot} released without a lease"
+        self.leases[slot] -= 1
+        self.hits += loaded
+        self.failed_loads += not loaded
+
+    def move_to_fresh_namespace(self) -> None:
+        self.epoch += 1
+        self.namespace = f"namespace-{self.epoch:06d}".encode()
+
+    def group_state(self) -> GroupState:
+        return GroupState(self.complete, self.namespace, self.chunk_bytes, self.refused)
+
+
+class FakeTable:
+    def __init__(self, daemon: FakeDaemon) -> None:
+        self._daemon = daemon
+        self.lookups = 0
+        self.arena_bytes = 0
+        self.unit_bytes = 1 << 20
+        self.instance_id = daemon.instance_id
+
+    def heartbeat_age_ms(self) -> float:
+        return self._daemon.heartbeat_age_ms
+
+    def lookup(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]) -> tuple[bytes, np.ndarray, np.ndarray]:
+        self.lookups += 1
+        slots = [self._daemon.stored.get((namespace, tenant, key)) for key in keys]
+        return (
+            bytes(MISS if slot is None else CPU for slot in slots),
+            np.array([slot or 0 for slot in slots], np.uint32),
+            np.array([0 if slot is None else self._daemon.generations[slot] for slot in slots], np.uint64),
+        )
+
+
+class FakeSession:
+    def __init__(self, daemon: FakeDaemon) -> None:
+        self.instance_id = daemon.instance_id
+        self.table = FakeTable(daemon)
+        self.require_cache_salt = daemon.require_cache_salt
+        self.lost = False
+        self.closed = False
+
+    def tenant_id(self, salt: str | None) -> bytes:
+        return (salt or "-").encode().ljust(16, b".")[:16]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeSteps:
+    """`answered=False`: grants and the group's state arrive only with `answer`."""
+
+    def __init__(self, daemon: FakeDaemon, *, answered: bool = True) -> None:
+        self.daemon = daemon
+        self.answered = answered
+        self.broken = False
+        self.grants_short = Outcome.OUTCOME_UNSPECIFIED
+        self.grants_coming = 0
+        self.free: list[tuple[int, int]] = []
+        self.group = daemon.group_state()
+        self.unsent = False
+        self.flushes = 0
+        self.closed = False
+
+    @property
+    def grants_free(self) -> int:
+        return len(self.free)
+
+    def want_grants(self, count: int) -> None:
+        if not self.broken:
+            self.grants_coming += count
+            if self.answered:
+                self.answer()
+
+    def answer(self) -> None:
+        wanted, self.grants_coming = self.grants_coming, 0
+        grants = self.daemon.grant(wanted)
+        self.free += grants
+        full = len(grants) < wanted and not self.daemon.free
+        short = Outcome.OUTCOME_REJECTED_TIER_FULL if full else Outcome.OUTCOME_NOT_GRANTED
+        self.grants_short = short if len(grants) < wanted else Outcome.OUTCOME_UNSPECIFIED
+        self.group = self.daemon.group_state()
+
+    def take_grants(self, count: int) -> list[tuple[int, int]]:
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes) -> int:
+        if not self.broken:
+            self.daemon.commit(slot, generation, tenant, key, parent)
+        return 0
+
+    def abort(self, slot: int, generation: int) -> None:
+        if not self.broken:
+            self.daemon.abort(slot, generation)
+
+    def lease(self, slot: int, generation: int) -> None:  # noqa: ARG002
+        if not self.broken:
+            self.daemon.lease(slot)
+
+    def release(self, slot: int, generation: int, *, loaded: bool) -> None:  # noqa: ARG002
+        if not self.broken:
+            self.daemon.release(slot, loaded=loaded)
+
+    def touch(self, tenant: bytes, keys: Sequence[bytes]) -> None:  # noqa: ARG002
+        if not self.broken:
+            self.daemon.touched.append(tuple(keys))
+
+    def miss(self, count: int) -> None:
+        if not self.broken:
+            self.daemon.misses += count
+
+    def probe(self, engine_family: str, hash_algorithm: str, value: bytes) -> None:
+        if not self.broken:
+            self.daemon.probes.append((engine_family, hash_algorithm, value))
+
+    def fresh_namespace(self) -> None:
+        if not self.broken:
+            self.daemon.move_to_fresh_namespace()
+            if self.answered:
+                self.group = self.daemon.group_state()
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeLink:
+    def __init__(self, current: object = None) -> None:
+        self.lock = threading.Lock()
+        self.current = current
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
