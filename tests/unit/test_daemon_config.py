@@ -77,7 +77,9 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
 
 
 def test_an_unknown_variable_names_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match=r"unknown variable KVSTORE_CPU_BYTE; did you mean KVSTORE_CPU_BYTES\?"):
+    with pytest.raises(
+        ConfigurationError, match=r"unknown variable KVSTORE_CPU_BYTE; did you mean KVSTORE_CPU_BYTES\?"
+    ):
         config(environment={"KVSTORE_CPU_BYTE": "1"})
 
 

@@ -28,7 +28,7 @@ class FakeCall(grpc.RpcError, grpc.Call):
     def time_remaining(self) -> None: ...
 
 
-@pytest.mark.parametrize("cls", error_classes(), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", list(error_classes()), ids=lambda cls: cls.__name__)
 def test_every_exception_has_a_status_and_comes_back_as_itself(cls: type[KVStoreError]) -> None:
     call = FakeCall(STATUS_OF[cls], "what happened", ((ERROR_METADATA_KEY, cls.__name__),))
     error = error_of(call)
