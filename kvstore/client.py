@@ -307,11 +307,11 @@ class _Connection:
     def get(self, tenant: bytes, keys: Sequence[bytes]) -> list[bytes | None]:
         codes, slots, generations = self.find(tenant, keys)
         found = [position for position, code in enumerate(codes) if code == _native.CPU]
-        view = self._arena.view()
         copies: list[bytes | None] = [None] * len(keys)
-        for position in found:
-            offset = self._offset(int(slots[position]))
-            copies[position] = bytes(view[offset : offset + self._chunk_bytes])
+        with self._arena.view() as view:
+            for position in found:
+                offset = self._offset(int(slots[position]))
+                copies[position] = view[offset : offset + self._chunk_bytes].tobytes()
         slots, generations = slots[found], generations[found]
         current = self._table.current(slots, generations)
         for position, same in zip(found, current, strict=True):

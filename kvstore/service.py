@@ -98,10 +98,9 @@ class Sessions(store_pb2_grpc.SessionsServicer):  # type: ignore[misc]
         self._store.attach(session, request)
         if request.role != store_pb2.ROLE_ADMIN and not self._arena_socket.hand_over(session):
             raise Unavailable("the connection on arena.sock ended before the arena could be handed over: attach again")
-        _log.info(
-            "pid %d of uid %d attached as %s%s", session.pid, session.uid, store_pb2.Role.Name(request.role),
-            f" of group {session.group.name}" if session.group else "",
-        )  # fmt: skip
+        if session.group is not None:
+            role = store_pb2.Role.Name(request.role)
+            _log.info("pid %d of uid %d attached as %s of %s", session.pid, session.uid, role, session.group.name)
         return store_pb2.AttachReply(
             instance_id=self._store.instance_id,
             group=self._store.group_state(session.group),
