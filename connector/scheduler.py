@@ -96,7 +96,7 @@ class Found:
 
 
 NOTHING_FOUND = Found(None, {})
-_FULL = (Outcome.OUTCOME_REJECTED_TIER_FULL, Outcome.OUTCOME_REJECTED_QUOTA, Outcome.OUTCOME_REJECTED_TIER_SICK)
+_FULL = (Outcome.REJECTED_TIER_FULL, Outcome.REJECTED_QUOTA, Outcome.REJECTED_TIER_SICK)
 
 
 @dataclass(slots=True, eq=False)
@@ -322,11 +322,13 @@ class SchedulerHalf(OffloadingManager):
                 self._count(metrics.REFUSED_STORES, 1)
             elif (tenant, chunk_key) not in self._storing:
                 wanted.append(offered)
-        grants = self._take_grants(attached, len(wanted))
-        if wanted and not grants and self._may_defer(record, attached):
+        # A prefix now would be all that is ever stored of this request, so its grants are waited for, but not for ever.
+        enough = min(len(wanted), self._grants_bound(attached))
+        if attached.steps.grants_free < enough and self._may_defer(record, attached):
             record.deferrals += 1
             self._expect(record, max(record.grants_expected, len(wanted)))
             return None
+        grants = self._take_grants(attached, len(wanted))
         self._touch(record, attached, tenant, present, positions[-1])
         if len(grants) < len(wanted):
             self._refuse(record, wanted[len(grants)][0], len(wanted) - len(grants))
@@ -387,12 +389,18 @@ class SchedulerHalf(OffloadingManager):
         self._expected += grants - record.grants_expected
         record.grants_expected = grants
 
+    def _grants_bound(self, attached: Attached) -> int:
+        """How many more slots the daemon may let this engine have unused."""
+        chunk_bytes = class_bytes(attached.steps.group.chunk_bytes)
+        bound = max(GRANTS_PER_GROUP_MIN, attached.session.table.arena_bytes // 100 // chunk_bytes)
+        writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
+        return bound - writing
+
     def _fetch_grants(self, attached: Attached) -> None:
         """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
         steps, table = attached.steps, attached.session.table
-        bound = max(GRANTS_PER_GROUP_MIN, table.arena_bytes // 100 // class_bytes(steps.group.chunk_bytes))
-        writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
-        missing = min(self._expected, bound - writing) - steps.grants_free - steps.grants_coming
+        steps.keep_grants(keep=self._expected > 0)
+        missing = min(self._expected, self._grants_bound(attached)) - steps.grants_free - steps.grants_coming
         if missing <= 0 or table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return
         now = self._clock()

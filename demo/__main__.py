@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from connector.testing import Completion, Engine, random_prompt, small_model, transfer_config
+from connector.testing import Completion, Engine, EngineDied, random_prompt, small_model, transfer_config
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
@@ -35,7 +35,7 @@ READY_S_MAX = 60.0
 COMMIT_S_MAX = 30.0
 HASH_SEED = "0"
 
-FULL_CHUNKS = PROMPTS * (PROMPT_TOKENS // BLOCK_TOKENS)
+CHUNKS_PER_PROMPT = PROMPT_TOKENS // BLOCK_TOKENS  # full ones; only these are stored
 
 
 def say(text: str) -> None:
@@ -113,7 +113,7 @@ def main() -> int:
         with engine("A") as first:
             say(f"engine A answers {PROMPTS} prompts of {PROMPT_TOKENS:,} tokens, none of which the store knows")
             cold = serve(first, WARM_UP_SEED_A)
-            wait_for_commits(endpoint, FULL_CHUNKS)
+            wait_for_commits(endpoint, (PROMPTS + 1) * CHUNKS_PER_PROMPT)
             after_first = cpu_tier(endpoint)
         say("engine A has stopped; only the daemon is left")
         with engine("B") as second:
@@ -153,8 +153,8 @@ def report(
     problems = []
     if not identical:
         problems.append("engine B's tokens are not engine A's")
-    if hits != FULL_CHUNKS:
-        problems.append(f"engine B was served {hits} chunks, and its prompts have {FULL_CHUNKS} full ones")
+    if hits != PROMPTS * CHUNKS_PER_PROMPT:
+        problems.append(f"engine B was served {hits} chunks, not the {PROMPTS * CHUNKS_PER_PROMPT} of its prompts")
     if warm_s >= cold_s:
         problems.append(f"warm ({warm_s:.3f} s) is not faster than cold ({cold_s:.3f} s)")
     for problem in problems:
@@ -163,4 +163,8 @@ def report(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except EngineDied as death:
+        say(f"FAILED: {death}")
+        sys.exit(1)

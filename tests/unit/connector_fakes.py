@@ -133,7 +133,7 @@ class FakeSteps:
         self.daemon = daemon
         self.answered = answered
         self.broken = False
-        self.grants_short = Outcome.OUTCOME_UNSPECIFIED
+        self.grants_short = Outcome.UNSPECIFIED
         self.grants_coming = 0
         self.free: list[tuple[int, int]] = []
         self.group = daemon.group_state()
@@ -144,6 +144,9 @@ class FakeSteps:
     @property
     def grants_free(self) -> int:
         return len(self.free)
+
+    def keep_grants(self, *, keep: bool) -> None:
+        self.keeping_grants = keep
 
     def want_grants(self, count: int) -> None:
         if not self.broken:
@@ -156,8 +159,8 @@ class FakeSteps:
         grants = self.daemon.grant(wanted)
         self.free += grants
         full = len(grants) < wanted and not self.daemon.free
-        short = Outcome.OUTCOME_REJECTED_TIER_FULL if full else Outcome.OUTCOME_NOT_GRANTED
-        self.grants_short = short if len(grants) < wanted else Outcome.OUTCOME_UNSPECIFIED
+        short = Outcome.REJECTED_TIER_FULL if full else Outcome.NOT_GRANTED
+        self.grants_short = short if len(grants) < wanted else Outcome.UNSPECIFIED
         self.group = self.daemon.group_state()
 
     def take_grants(self, count: int) -> list[tuple[int, int]]:
