@@ -96,7 +96,7 @@ class Found:
 
 
 NOTHING_FOUND = Found(None, {})
-_FULL = (Outcome.OUTCOME_REJECTED_TIER_FULL, Outcome.OUTCOME_REJECTED_QUOTA, Outcome.OUTCOME_REJECTED_TIER_SICK)
+_FULL = (Outcome.REJECTED_TIER_FULL, Outcome.REJECTED_QUOTA, Outcome.REJECTED_TIER_SICK)
 
 
 @dataclass(slots=True, eq=False)
@@ -535,7 +535,13 @@ class SchedulerHalf(OffloadingManager):
     def _usable(self) -> Attached | None:
         """The attachment, if chunks may be looked up and stored through it now."""
         attached = self._link.current
-        if attached is None or attached.steps.broken or self._shut_out:
+        if attached is None or self._shut_out:
+            return None
+        if attached.steps.broken:
+            if not attached.session.lost:  # else the link says so
+                self._say(
+                    "kvstore: the daemon refused this engine's messages; serving without the store", logging.ERROR
+                )
             return None
         if attached is not self._introduced:
             self._introduced = attached
@@ -554,12 +560,7 @@ class SchedulerHalf(OffloadingManager):
             self._retired.add(group.namespace_id)
             attached.steps.fresh_namespace()
             attached.steps.flush()
-        if group.namespace_id in self._retired:
-            # Slots granted for the old namespace could not be committed in the new one.
-            for slot, generation in attached.steps.take_grants(attached.steps.grants_free):
-                attached.steps.abort(slot, generation)
-            return None
-        return attached
+        return None if group.namespace_id in self._retired else attached
 
     def _check_seed(self) -> None:
         if self._seed_checked:

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from connector_fakes import FakeCopier, FakeDaemon, FakeLink, FakeSession, FakeSteps
 from vllm import SamplingParams
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
@@ -28,6 +27,7 @@ from connector.layout import ChunkLayout, LayerPages
 from connector.scheduler import Attached
 from connector.transfer import HostTransfer, Mapped, Region
 from connector.worker import WorkerHalf
+from tests.unit.connector_fakes import FakeCopier, FakeDaemon, FakeLink, FakeSession, FakeSteps
 
 BLOCK_TOKENS = 4
 PAGE_BYTES = 32
@@ -53,9 +53,7 @@ def model_config() -> ModelConfig:
             max_position_embeddings=512,
             architectures=["LlamaForCausalLM"],
         ).save_pretrained(folder)
-        return ModelConfig(
-            model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=512
-        )
+        return ModelConfig(model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=512)
 
 
 def vllm_config(extra: dict[str, object] | None = None, **transfer: object) -> VllmConfig:

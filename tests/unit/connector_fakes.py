@@ -145,7 +145,7 @@ class FakeSteps:
         self.daemon = daemon
         self.answered = answered
         self.broken = False
-        self.grants_short = Outcome.OUTCOME_UNSPECIFIED
+        self.grants_short = Outcome.UNSPECIFIED
         self.grants_coming = 0
         self.free: list[tuple[int, int]] = []
         self.group = daemon.group_state()
@@ -168,8 +168,8 @@ class FakeSteps:
         grants = self.daemon.grant(wanted)
         self.free += grants
         full = len(grants) < wanted and not self.daemon.free
-        short = Outcome.OUTCOME_REJECTED_TIER_FULL if full else Outcome.OUTCOME_NOT_GRANTED
-        self.grants_short = short if len(grants) < wanted else Outcome.OUTCOME_UNSPECIFIED
+        short = Outcome.REJECTED_TIER_FULL if full else Outcome.NOT_GRANTED
+        self.grants_short = short if len(grants) < wanted else Outcome.UNSPECIFIED
         self.group = self.daemon.group_state()
 
     def take_grants(self, count: int) -> list[tuple[int, int]]:
@@ -206,7 +206,10 @@ class FakeSteps:
             self.daemon.probes.append((engine_family, hash_algorithm, value))
 
     def fresh_namespace(self) -> None:
+        """As the real one: slots granted for the old namespace go back."""
         if not self.broken:
+            for slot, generation in self.take_grants(len(self.free)):
+                self.daemon.abort(slot, generation)
             self.daemon.move_to_fresh_namespace()
             if self.answered:
                 self.group = self.daemon.group_state()

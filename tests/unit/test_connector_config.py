@@ -1,4 +1,5 @@
 import pytest
+
 from connector.config import SPEC_MODULE_PATH, SPEC_NAME, ConnectorConfig
 
 ENDPOINT = {"endpoint": "unix:///run/kvstore/kvstore.sock"}

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
-from connector_engine import SEED, PretendEngine
+from tests.unit.connector_engine import SEED, PretendEngine
 
 PROMPTS = [[100 * family + i % 97 for i in range(64)] for family in range(3)]
 
