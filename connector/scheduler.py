@@ -392,7 +392,10 @@ class SchedulerHalf(OffloadingManager):
         steps, table = attached.steps, attached.session.table
         bound = max(GRANTS_PER_GROUP_MIN, table.arena_bytes // 100 // class_bytes(steps.group.chunk_bytes))
         writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
-        missing = min(self._expected, bound - writing) - steps.grants_free - steps.grants_coming
+        target = min(self._expected, bound - writing)
+        # A step of the engine may take longer than a slot may lie idle; what is too much may still go back.
+        missing = target - steps.grants_free - steps.grants_coming
+        steps.keep_grants(target > 0 and missing >= 0)
         if missing <= 0 or table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return
         now = self._clock()

@@ -92,6 +92,7 @@ class Steps:
         self._renew_at_s = time.monotonic() + RENEW_LEASES_S
         self._grants: deque[Ref] = deque()
         self._grants_used_s = time.monotonic()
+        self._keep_grants = False
         self._grants_coming = 0
         self._grants_short = Outcome.UNSPECIFIED
 
@@ -124,6 +125,15 @@ class Steps:
         """Up to `count` of the slots that arrived, each to be committed or aborted."""
         with self._lock:
             return self._take(count)
+
+    def keep_grants(self, keep: bool) -> None:
+        """While True, unused slots are not given back for idleness: somebody is about to write them, however long the
+        engine's step takes."""
+        with self._lock:
+            if self._keep_grants != keep:
+                self._keep_grants = keep
+                self._grants_used_s = time.monotonic()
+                self._changed.notify_all()
 
     @property
     def grants_free(self) -> int:
@@ -384,7 +394,7 @@ class Steps:
         else:
             self._renew_at_s = now_s + RENEW_LEASES_S
         # While nothing is held or granted, a look now and then finds what arrived without a flush.
-        if self._grants:
+        if self._grants and not self._keep_grants:
             if now_s >= self._grants_used_s + GRANTS_IDLE_S:
                 self._return_grants()
                 self._flushing = True

@@ -151,6 +151,7 @@ class FakeSteps:
         self.group = daemon.group_state()
         self.unsent = False
         self.flushes = 0
+        self.kept = False
         self.closed = False
 
     @property
@@ -162,6 +163,9 @@ class FakeSteps:
             self.grants_coming += count
             if self.answered:
                 self.answer()
+
+    def keep_grants(self, keep: bool) -> None:
+        self.kept = keep
 
     def answer(self) -> None:
         wanted, self.grants_coming = self.grants_coming, 0
