@@ -133,6 +133,7 @@ class PretendEngine:
         self.requests: dict[str, Request] = {}
         self.prompts: dict[str, int] = {}
         self.stats: dict[str, float] = {}
+        self._watch_stats()
         self.daemon: FakeDaemon | None = None
         self.start_daemon()
 
@@ -191,9 +192,16 @@ class PretendEngine:
     # ---- requests
 
     def add(
-        self, req_id: str, prompt: list[int], *, max_tokens: int = 4, salt: str | None = None, **fields: object
+        self,
+        req_id: str,
+        prompt: list[int],
+        *,
+        max_tokens: int = 4,
+        salt: str | None = None,
+        sampling: dict[str, object] | None = None,
+        **fields: object,
     ) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **(sampling or {}))
         params.update_from_generation_config({}, eos_token_id=None)
         request = Request(req_id, prompt, params, None, cache_salt=salt, block_hasher=self._hasher, **fields)
         self.requests[req_id] = request
@@ -284,6 +292,13 @@ class PretendEngine:
             sampled[req_id] = [(7 * request.num_tokens + self.prompts[req_id]) % 500] if done else []
         return sampled
 
+    def serve(self, req_id: str, prompt: list[int], **fields: object) -> Request:
+        """One request from arrival until the engine is idle again."""
+        request = self.add(req_id, prompt, **fields)
+        self.run()
+        assert request.is_finished()
+        return request
+
     def run(self, limit: int = 400, *, copies: int = 1 << 30) -> None:
         """Until the engine would be idle."""
         for _ in range(limit):
@@ -294,8 +309,18 @@ class PretendEngine:
         raise AssertionError(f"still not idle after {limit} steps")
 
     def metric(self, name: str) -> float:
-        stats = self.half.get_stats()
-        if stats is not None:
-            for key, values in stats.data["data"].items():
-                self.stats[key] = self.stats.get(key, 0) + sum(values.values())
+        """As vLLM would have summed it up."""
+        self.half.get_stats()
         return self.stats.get(name, 0)
+
+    def _watch_stats(self) -> None:
+        get_stats = self.half.get_stats
+
+        def watched():
+            stats = get_stats()
+            if stats is not None:
+                for key, values in stats.data["data"].items():
+                    self.stats[key] = self.stats.get(key, 0) + sum(values.values())
+            return stats
+
+        self.half.get_stats = watched
