@@ -70,6 +70,7 @@ class Link(Generic[Attached]):
         that can never share must not start. Without a daemon the engine starts and the thread goes on trying."""
         try:
             self._open(START_TIMEOUT_S)
+            logger.info("kvstore: attached to the daemon at %s", self._endpoint)
         except Unavailable as problem:
             logger.warning(
                 "kvstore: no daemon at %s (%s); serving without the store until one answers there. Start it with "

@@ -322,13 +322,11 @@ class SchedulerHalf(OffloadingManager):
                 self._count(metrics.REFUSED_STORES, 1)
             elif (tenant, chunk_key) not in self._storing:
                 wanted.append(offered)
-        # A prefix now would be all that is ever stored of this request, so its grants are waited for, but not for ever.
-        enough = min(len(wanted), self._grants_bound(attached))
-        if attached.steps.grants_free < enough and self._may_defer(record, attached):
+        grants = self._take_grants(attached, len(wanted))
+        if wanted and not grants and self._may_defer(record, attached):
             record.deferrals += 1
             self._expect(record, max(record.grants_expected, len(wanted)))
             return None
-        grants = self._take_grants(attached, len(wanted))
         self._touch(record, attached, tenant, present, positions[-1])
         if len(grants) < len(wanted):
             self._refuse(record, wanted[len(grants)][0], len(wanted) - len(grants))
@@ -389,18 +387,15 @@ class SchedulerHalf(OffloadingManager):
         self._expected += grants - record.grants_expected
         record.grants_expected = grants
 
-    def _grants_bound(self, attached: Attached) -> int:
-        """How many more slots the daemon may let this engine have unused."""
-        chunk_bytes = class_bytes(attached.steps.group.chunk_bytes)
-        bound = max(GRANTS_PER_GROUP_MIN, attached.session.table.arena_bytes // 100 // chunk_bytes)
-        writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
-        return bound - writing
-
     def _fetch_grants(self, attached: Attached) -> None:
         """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
         steps, table = attached.steps, attached.session.table
-        steps.keep_grants(keep=self._expected > 0)
-        missing = min(self._expected, self._grants_bound(attached)) - steps.grants_free - steps.grants_coming
+        bound = max(GRANTS_PER_GROUP_MIN, table.arena_bytes // 100 // class_bytes(steps.group.chunk_bytes))
+        writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
+        target = min(self._expected, bound - writing)
+        # A step of the engine may take longer than a slot may lie idle; what is too much may still go back.
+        missing = target - steps.grants_free - steps.grants_coming
+        steps.keep_grants(target > 0 and missing >= 0)
         if missing <= 0 or table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return
         now = self._clock()
@@ -543,7 +538,13 @@ class SchedulerHalf(OffloadingManager):
     def _usable(self) -> Attached | None:
         """The attachment, if chunks may be looked up and stored through it now."""
         attached = self._link.current
-        if attached is None or attached.steps.broken or self._shut_out:
+        if attached is None or self._shut_out:
+            return None
+        if attached.steps.broken:
+            if not attached.session.lost:  # else the link says so
+                self._say(
+                    "kvstore: the daemon refused this engine's messages; serving without the store", logging.ERROR
+                )
             return None
         if attached is not self._introduced:
             self._introduced = attached
@@ -562,12 +563,7 @@ class SchedulerHalf(OffloadingManager):
             self._retired.add(group.namespace_id)
             attached.steps.fresh_namespace()
             attached.steps.flush()
-        if group.namespace_id in self._retired:
-            # Slots granted for the old namespace could not be committed in the new one.
-            for slot, generation in attached.steps.take_grants(attached.steps.grants_free):
-                attached.steps.abort(slot, generation)
-            return None
-        return attached
+        return None if group.namespace_id in self._retired else attached
 
     def _check_seed(self) -> None:
         if self._seed_checked:

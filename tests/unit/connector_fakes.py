@@ -4,9 +4,11 @@
 `FakeSteps` applies operations at once unless told to hold them back.
 """
 
+import ctypes
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -38,6 +40,8 @@ class FakeDaemon:
         self.touched: list[tuple[bytes, ...]] = []
         self.probes: list[tuple[str, str, bytes]] = []
         self.misses = self.hits = self.failed_loads = 0
+        self.on_grant: Callable[[int], None] = lambda _slot: None
+        self.on_commit: Callable[[int, bytes], None] = lambda _slot, _key: None
 
     def grant(self, count: int) -> list[tuple[int, int]]:
         grants = []
@@ -48,6 +52,7 @@ class FakeDaemon:
             self.generations[slot] += 1
             self.granted[slot] = self.generations[slot]
             self.granted_epoch[slot] = self.epoch
+            self.on_grant(slot)
             grants.append((slot, self.generations[slot]))
         return grants
 
@@ -61,6 +66,7 @@ class FakeDaemon:
         if self.granted_epoch[slot] != self.epoch or place in self.stored:
             self.free.append(slot)
             return
+        self.on_commit(slot, key)
         self.stored[place] = slot
         self.parents[key] = parent
 
@@ -101,6 +107,12 @@ class FakeTable:
     def heartbeat_age_ms(self) -> float:
         return self._daemon.heartbeat_age_ms
 
+    def current(self, slots: np.ndarray, generations: np.ndarray) -> bytes:
+        return bytes(
+            self._daemon.generations[slot] == generation
+            for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True)
+        )
+
     def lookup(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]) -> tuple[bytes, np.ndarray, np.ndarray]:
         self.lookups += 1
         slots = [self._daemon.stored.get((namespace, tenant, key)) for key in keys]
@@ -139,20 +151,21 @@ class FakeSteps:
         self.group = daemon.group_state()
         self.unsent = False
         self.flushes = 0
+        self.kept = False
         self.closed = False
 
     @property
     def grants_free(self) -> int:
         return len(self.free)
 
-    def keep_grants(self, *, keep: bool) -> None:
-        self.keeping_grants = keep
-
     def want_grants(self, count: int) -> None:
         if not self.broken:
             self.grants_coming += count
             if self.answered:
                 self.answer()
+
+    def keep_grants(self, keep: bool) -> None:
+        self.kept = keep
 
     def answer(self) -> None:
         wanted, self.grants_coming = self.grants_coming, 0
@@ -197,7 +210,10 @@ class FakeSteps:
             self.daemon.probes.append((engine_family, hash_algorithm, value))
 
     def fresh_namespace(self) -> None:
+        """As the real one: slots granted for the old namespace go back."""
         if not self.broken:
+            for slot, generation in self.take_grants(len(self.free)):
+                self.daemon.abort(slot, generation)
             self.daemon.move_to_fresh_namespace()
             if self.answered:
                 self.group = self.daemon.group_state()
@@ -214,6 +230,69 @@ class FakeLink:
         self.lock = threading.Lock()
         self.current = current
         self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeCopier:
+    """Copies real memory, when told to: `run` for the oldest jobs, `wait` for the ones named."""
+
+    def __init__(self) -> None:
+        self.regions: list[tuple[int, int]] = []
+        self.queued: dict[int, tuple] = {}
+        self.done: list[SimpleNamespace] = []
+        self.failures: list[set[int]] = []  # of the next jobs with so many chunks: positions that fail
+        self.closed = False
+
+    def add_region(self, address: int, nbytes: int) -> None:
+        self.regions.append((address, nbytes))
+
+    def remove_region(self, address: int) -> None:
+        (region,) = [region for region in self.regions if region[0] == address]
+        self.regions.remove(region)
+        for job in list(self.queued):
+            _, sources, destinations, sizes, _, slots, _ = self.queued[job]
+            if not all(
+                self._inside(address, size)
+                for address, size in [*zip(sources, sizes, strict=True), *zip(destinations, sizes, strict=True)]
+            ):
+                del self.queued[job]
+                self._end(job, list(range(len(slots))), 0)
+
+    def _inside(self, address: int, size: int) -> bool:
+        return any(begin <= address and address + size <= begin + nbytes for begin, nbytes in self.regions)
+
+    def submit(self, job, sources, destinations, sizes, *, table=None, slots=None, generations=None) -> None:
+        assert job not in self.queued, f"job {job} submitted twice"
+        plan = (job, sources.tolist(), destinations.tolist(), sizes.tolist(), table, slots, generations)
+        for addresses in plan[1:3]:
+            for address, size in zip(addresses, plan[3], strict=True):
+                if not self._inside(address, size):
+                    raise ValueError(f"job {job}: {size} bytes at {address} are not inside a region")
+        self.queued[job] = plan
+
+    def run(self, count: int = 1 << 30) -> None:
+        for job in list(self.queued)[:count]:
+            _, sources, destinations, sizes, table, slots, generations = self.queued.pop(job)
+            for source, destination, size in zip(sources, destinations, sizes, strict=True):
+                ctypes.memmove(destination, source, size)
+            failed = {i for i, current in enumerate(table.current(slots, generations)) if not current}
+            if self.failures and max(self.failures[0]) < len(slots):
+                failed |= self.failures.pop(0)
+            self._end(job, sorted(failed), sum(sizes))
+
+    def _end(self, job: int, failed: list[int], nbytes: int) -> None:
+        self.done.append(SimpleNamespace(job=job, failed=failed, nbytes=nbytes, seconds=1e-3))
+
+    def finished(self) -> list[SimpleNamespace]:
+        done, self.done = self.done, []
+        return done
+
+    def wait(self, jobs: Collection[int], timeout_s: float) -> bool:  # noqa: ARG002
+        while any(job in self.queued for job in jobs):
+            self.run(1)
+        return True
 
     def close(self) -> None:
         self.closed = True
