@@ -163,7 +163,7 @@ def test_a_hung_daemon_is_unavailable_after_the_time_out_and_works_again_after(d
 
 HOLD_200_GRANTS = """
 import signal, sys
-from kvstore.session import Attachment, GroupState, Role, Session
+from kvstore.session import Attachment, Role, Session
 from kvstore.steps import Steps
 session = Session.attach(
     sys.argv[1], Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
@@ -173,9 +173,9 @@ print(len(steps.wait_grants(200, 10)), flush=True)
 if len(sys.argv) > 2:
     import os
     if os.fork() == 0:  # a child that holds the memory, and would hold the socket
-        print("forked", flush=True)
+        os.write(1, b"forked\\n")
     else:
-        print("parent", flush=True)
+        os.write(1, b"parent\\n")
 signal.pause()
 """
 
@@ -215,7 +215,7 @@ def test_a_hang_up_of_a_living_process_ends_leases_but_no_grant(daemon: Daemon) 
     hold = """
 import sys
 from kvstore._native import slot_offset
-from kvstore.session import Attachment, GroupState, Role, Session
+from kvstore.session import Attachment, Role, Session
 from kvstore.steps import Steps
 attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
 session = Session.attach(sys.argv[1], attachment)
