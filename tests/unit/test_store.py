@@ -386,6 +386,7 @@ def test_a_chunk_of_half_the_arena_still_gets_its_slot(store: Store) -> None:
 
 
 def test_a_full_tier_says_so(store: Store) -> None:
+    # Eviction will change this: the committed chunks would have to be leased.
     session = attach(store, chunk_bytes=ARENA_BYTES // 2)
     stored = 0
     while granted := grants(store, session, 1):
