@@ -37,7 +37,7 @@ from connector import metrics
 from connector.link import Link
 from connector.messages import ChunkSpec
 from kvstore._native import CPU, MISS, class_bytes
-from kvstore.limits import GRANTS_PER_GROUP_MIN, HEARTBEAT_STALE_MS
+from kvstore.limits import HEARTBEAT_STALE_MS, grants_per_group_max
 from kvstore.session import Session
 from kvstore.steps import Outcome, Steps
 
@@ -322,11 +322,13 @@ class SchedulerHalf(OffloadingManager):
                 self._count(metrics.REFUSED_STORES, 1)
             elif (tenant, chunk_key) not in self._storing:
                 wanted.append(offered)
-        grants = self._take_grants(attached, len(wanted))
-        if wanted and not grants and self._may_defer(record, attached):
+        # A prefix taken now is all that this request ever stores, so its slots are waited for, though not for ever.
+        enough = min(len(wanted), self._grants_max(attached))
+        if attached.steps.grants_free < enough and self._may_defer(record, attached):
             record.deferrals += 1
             self._expect(record, max(record.grants_expected, len(wanted)))
             return None
+        grants = self._take_grants(attached, len(wanted))
         self._touch(record, attached, tenant, present, positions[-1])
         if len(grants) < len(wanted):
             self._refuse(record, wanted[len(grants)][0], len(wanted) - len(grants))
@@ -387,12 +389,15 @@ class SchedulerHalf(OffloadingManager):
         self._expected += grants - record.grants_expected
         record.grants_expected = grants
 
+    def _grants_max(self, attached: Attached) -> int:
+        """How many slots the daemon lets this engine hold at once, those being written included."""
+        return grants_per_group_max(attached.session.table.arena_bytes, class_bytes(attached.steps.group.chunk_bytes))
+
     def _fetch_grants(self, attached: Attached) -> None:
         """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
         steps, table = attached.steps, attached.session.table
-        bound = max(GRANTS_PER_GROUP_MIN, table.arena_bytes // 100 // class_bytes(steps.group.chunk_bytes))
         writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
-        target = min(self._expected, bound - writing)
+        target = min(self._expected, self._grants_max(attached) - writing)
         # A step of the engine may take longer than a slot may lie idle; what is too much may still go back.
         missing = target - steps.grants_free - steps.grants_coming
         steps.keep_grants(target > 0 and missing >= 0)
