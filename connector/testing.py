@@ -174,7 +174,8 @@ class Engine:
         assert self._ask("reset_prefix_cache", None, timeout_s=REQUEST_S_MAX), "blocks were still in use"
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's Prometheus counters and gauges, summed over labels. Needs `disable_log_stats=False`."""
+        """The engine's Prometheus counters and gauges by sample name, summed over labels. Needs
+        `disable_log_stats=False`."""
         return self._ask("metrics", None, timeout_s=REQUEST_S_MAX)
 
     def stop(self) -> None:
@@ -253,14 +254,22 @@ def _serve(connection: Connection) -> None:
                 value = llm.reset_prefix_cache()
             else:
                 assert operation == "metrics", operation
-                value = {}
-                for metric in llm.get_metrics():
-                    if hasattr(metric, "value"):
-                        value[metric.name] = value.get(metric.name, 0.0) + metric.value
+                value = _metrics()
         except Exception as error:
             connection.send(("error", f"{type(error).__name__}: {error}"))
         else:
             connection.send(("ok", value))
+
+
+def _metrics() -> dict[str, float]:
+    from prometheus_client import REGISTRY
+
+    values: dict[str, float] = {}
+    for metric in REGISTRY.collect():
+        for sample in metric.samples:
+            if metric.type in ("counter", "gauge"):
+                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values
 
 
 def _generate(llm: Any, requests: list[dict[str, Any]]) -> list[Completion]:

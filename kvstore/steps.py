@@ -92,7 +92,7 @@ class Steps:
         self._renew_at_s = time.monotonic() + RENEW_LEASES_S
         self._grants: deque[Ref] = deque()
         self._grants_used_s = time.monotonic()
-        self._keep_grants = False
+        self._keeping_grants = False
         self._grants_coming = 0
         self._grants_short = Outcome.UNSPECIFIED
 
@@ -126,12 +126,12 @@ class Steps:
         with self._lock:
             return self._take(count)
 
-    def keep_grants(self, keep: bool) -> None:
-        """While True, unused slots are not given back for idleness: somebody is about to write them, however long the
-        engine's step takes."""
+    def keep_grants(self, *, keep: bool) -> None:
+        """While a caller still expects to store, its grants are not given back for idleness: one step of an engine that
+        reads a long prompt lasts longer than that."""
         with self._lock:
-            if self._keep_grants != keep:
-                self._keep_grants = keep
+            if keep is not self._keeping_grants:
+                self._keeping_grants = keep
                 self._grants_used_s = time.monotonic()
                 self._changed.notify_all()
 
@@ -313,7 +313,7 @@ class Steps:
         deadline_s = time.monotonic() + timeout_s
         while True:
             if self._failure is not None:
-                raise self._failure
+                raise type(self._failure)(str(self._failure))  # several threads may end here
             if happened():
                 return
             if self._closing:
@@ -394,7 +394,7 @@ class Steps:
         else:
             self._renew_at_s = now_s + RENEW_LEASES_S
         # While nothing is held or granted, a look now and then finds what arrived without a flush.
-        if self._grants and not self._keep_grants:
+        if self._grants and not self._keeping_grants:
             if now_s >= self._grants_used_s + GRANTS_IDLE_S:
                 self._return_grants()
                 self._flushing = True
