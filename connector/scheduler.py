@@ -313,23 +313,24 @@ class SchedulerHalf(OffloadingManager):
         namespace = attached.steps.group.namespace_id
         chunk_keys = [get_offload_block_hash(key) for key in keys]
         codes, _, _ = attached.session.table.lookup(namespace, tenant, chunk_keys)
-        present, wanted = [], []
+        present, wanted, beyond = [], [], 0
         for offered in zip(positions, keys, chunk_keys, codes, strict=True):
             position, _, chunk_key, code = offered
             if code != MISS:
                 present.append(chunk_key)
             elif record.refused_from is not None and position >= record.refused_from:
-                self._count(metrics.REFUSED_STORES, 1)
+                beyond += 1
             elif (tenant, chunk_key) not in self._storing:
                 wanted.append(offered)
-        # A prefix taken now is all that this request ever stores, so its slots are waited for, though not for ever.
-        enough = min(len(wanted), self._grants_max(attached))
+        # A prefix now would be all that is ever stored of this request, so its grants are waited for, but not for ever.
+        enough = min(len(wanted), max(1, self._grants_bound(attached)))
         if attached.steps.grants_free < enough and self._may_defer(record, attached):
             record.deferrals += 1
             self._expect(record, max(record.grants_expected, len(wanted)))
             return None
         grants = self._take_grants(attached, len(wanted))
         self._touch(record, attached, tenant, present, positions[-1])
+        self._count(metrics.REFUSED_STORES, beyond)
         if len(grants) < len(wanted):
             self._refuse(record, wanted[len(grants)][0], len(wanted) - len(grants))
             wanted = wanted[: len(grants)]
@@ -389,18 +390,20 @@ class SchedulerHalf(OffloadingManager):
         self._expected += grants - record.grants_expected
         record.grants_expected = grants
 
-    def _grants_max(self, attached: Attached) -> int:
-        """How many slots the daemon lets this engine hold at once, those being written included."""
-        return grants_per_group_max(attached.session.table.arena_bytes, class_bytes(attached.steps.group.chunk_bytes))
+    def _grants_bound(self, attached: Attached) -> int:
+        """How many more slots the daemon may let this engine have unused."""
+        slot_bytes = class_bytes(attached.steps.group.chunk_bytes)
+        bound = grants_per_group_max(attached.session.table.arena_bytes, slot_bytes)
+        writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
+        return bound - writing
 
     def _fetch_grants(self, attached: Attached) -> None:
         """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
         steps, table = attached.steps, attached.session.table
-        writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
-        target = min(self._expected, self._grants_max(attached) - writing)
-        # A step of the engine may take longer than a slot may lie idle; what is too much may still go back.
+        target = min(self._expected, self._grants_bound(attached))
         missing = target - steps.grants_free - steps.grants_coming
-        steps.keep_grants(target > 0 and missing >= 0)
+        # A step of the engine may last longer than a slot may lie idle; what is too much may still go back.
+        steps.keep_grants(keep=target > 0 and missing >= 0)
         if missing <= 0 or table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return
         now = self._clock()

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 import grpc
 
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.limits import GRANTS_IDLE_S, KEYS_PER_CALL_MAX, LEASE_MS, OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
+from kvstore.limits import GRANTS_IDLE_S, LEASE_MS, OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
 from kvstore.rpc.status import error_of
 from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
 from kvstore.session import GroupState, Session
 
 QUEUED_OPERATIONS_MAX = 16_384
-OUTCOMES_KEPT = 2 * KEYS_PER_CALL_MAX  # of commits that nobody waits for, the newest so many
+OUTCOMES_KEPT = 65_536  # of commits that nobody waits for, the newest so many
 RENEW_LEASES_S = LEASE_MS / 1000 / 3
 RECONNECT_BACKOFF_MIN_S, RECONNECT_BACKOFF_MAX_S = 0.01, 1.0
 CLOSE_TIMEOUT_S = 2.0
@@ -92,7 +92,7 @@ class Steps:
         self._renew_at_s = time.monotonic() + RENEW_LEASES_S
         self._grants: deque[Ref] = deque()
         self._grants_used_s = time.monotonic()
-        self._keep_grants = False
+        self._keeping_grants = False
         self._grants_coming = 0
         self._grants_short = Outcome.UNSPECIFIED
 
@@ -126,12 +126,12 @@ class Steps:
         with self._lock:
             return self._take(count)
 
-    def keep_grants(self, keep: bool) -> None:
-        """While True, unused slots are not given back for idleness: somebody is about to write them, however long the
-        engine's step takes."""
+    def keep_grants(self, *, keep: bool) -> None:
+        """While a caller still expects to store, its grants are not given back for idleness: one step of an engine that
+        reads a long prompt lasts longer than that."""
         with self._lock:
-            if self._keep_grants != keep:
-                self._keep_grants = keep
+            if keep is not self._keeping_grants:
+                self._keeping_grants = keep
                 self._grants_used_s = time.monotonic()
                 self._changed.notify_all()
 
@@ -249,17 +249,9 @@ class Steps:
     def wait(self, tickets: Sequence[int], timeout_s: float) -> list[Outcome]:
         """The outcomes of these commits. Unavailable: the daemon went, or did not answer in time."""
         self._session.require_own_process()
-        settled = 0  # of the first tickets: most answers settle some, and the rest need not be looked at
-
-        def all_settled() -> bool:
-            nonlocal settled
-            while settled < len(tickets) and tickets[settled] in self._outcomes:
-                settled += 1
-            return settled == len(tickets)
-
         with self._lock:
             self._flush()
-            self._wait_until(all_settled, timeout_s, "commits")
+            self._wait_until(lambda: all(ticket in self._outcomes for ticket in tickets), timeout_s, "commits")
             return [self._outcomes.pop(ticket) for ticket in tickets]
 
     def wait_grants(self, count: int, timeout_s: float) -> list[Ref]:
@@ -321,7 +313,7 @@ class Steps:
         deadline_s = time.monotonic() + timeout_s
         while True:
             if self._failure is not None:
-                raise self._failure
+                raise type(self._failure)(str(self._failure))  # several threads may end here
             if happened():
                 return
             if self._closing:
@@ -402,7 +394,7 @@ class Steps:
         else:
             self._renew_at_s = now_s + RENEW_LEASES_S
         # While nothing is held or granted, a look now and then finds what arrived without a flush.
-        if self._grants and not self._keep_grants:
+        if self._grants and not self._keeping_grants:
             if now_s >= self._grants_used_s + GRANTS_IDLE_S:
                 self._return_grants()
                 self._flushing = True

@@ -164,7 +164,7 @@ class FakeSteps:
             if self.answered:
                 self.answer()
 
-    def keep_grants(self, keep: bool) -> None:
+    def keep_grants(self, *, keep: bool) -> None:
         self.kept = keep
 
     def answer(self) -> None:

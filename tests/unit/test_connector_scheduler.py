@@ -1,4 +1,4 @@
-"""The scheduler half under vLLM's real scheduler (see `connector_engine`): what is loaded, stored, refused and counted."""
+"""The scheduler half under vLLM's real scheduler (see `connector_engine`): what is loaded, stored, refused, counted."""
 
 import logging
 import os

@@ -1,0 +1,162 @@
+"""The link's background thread against a pretended `Session.attach`; every wait is for an event, with a bound."""
+
+import logging
+import queue
+import threading
+
+import pytest
+
+from connector.link import Link
+from kvstore.errors import NamespaceMismatch, SeedMismatch, Unavailable
+from kvstore.session import Attachment, Role
+
+BOUND_S = 10.0
+ATTACHMENT = Attachment(role=Role.SCHEDULER, hash_seed="0", group="g")
+
+
+class PretendedSession:
+    def __init__(self, on_lost):
+        self.on_lost = on_lost
+        self.lost = False
+        self.closed = threading.Event()
+
+    def lose(self):
+        self.lost = True
+        self.on_lost()
+
+    def close(self):
+        self.closed.set()
+
+
+class Daemons:
+    """What `attach` meets, one outcome a call; the last one is repeated."""
+
+    def __init__(self, *outcomes):
+        self.outcomes = list(outcomes)
+        self.calls = queue.Queue()
+        self.attached = queue.Queue()
+        self.events = []
+
+    def attach(self, endpoint, attachment, *, timeout_s, on_lost):
+        assert (endpoint, attachment) == ("unix:///x/kvstore.sock", ATTACHMENT)
+        assert timeout_s <= 5.0
+        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
+        self.calls.put(outcome)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return PretendedSession(on_lost)
+
+    def link(self, **hooks):
+        def on_attached(session):
+            self.attached.put(session)
+            return session
+
+        def on_detached(session):
+            self.events.append(("detached", session.closed.is_set()))
+
+        hooks = {"on_attached": on_attached, "on_detached": on_detached, **hooks}
+        return Link("unix:///x/kvstore.sock", ATTACHMENT, attach=self.attach, **hooks)
+
+
+GONE = Unavailable("nobody there")
+
+
+def test_a_daemon_that_is_there_is_attached_before_start_returns():
+    daemons = Daemons("yes")
+    link = daemons.link()
+    link.start()
+    assert link.current is daemons.attached.get(timeout=BOUND_S)
+    link.close()
+
+
+@pytest.mark.parametrize("refusal", [SeedMismatch("'1' here and '0' there"), NamespaceMismatch("chunk sizes differ")])
+def test_a_refusal_at_start_is_raised(refusal):
+    link = Daemons(refusal).link()
+    with pytest.raises(type(refusal), match=str(refusal)):
+        link.start()
+    link.close()
+
+
+def test_without_a_daemon_the_engine_starts_and_finds_it_later(caplog):
+    daemons = Daemons(GONE, GONE, GONE, "yes")
+    link = daemons.link()
+    with caplog.at_level(logging.WARNING, logger="vllm.connector.link"):
+        link.start()
+    assert "no daemon at unix:///x/kvstore.sock" in caplog.text
+    session = daemons.attached.get(timeout=BOUND_S)
+    link.close()
+    assert session.closed.is_set()
+
+
+def test_a_lost_daemon_is_taken_away_first_then_closed_then_sought_again():
+    daemons = Daemons("first", GONE, "second")
+    link = daemons.link()
+    link.start()
+    first = daemons.attached.get(timeout=BOUND_S)
+    first.lose()
+    second = daemons.attached.get(timeout=BOUND_S)
+    assert first.closed.is_set()
+    assert daemons.events[0] == ("detached", False)  # its use ended before its memory went
+    assert second is not first
+    link.close()
+    assert second.closed.is_set()
+    assert link.current is None
+
+
+def test_a_session_lost_while_it_is_being_attached_is_noticed():
+    daemons = Daemons("yes")
+    seen = []
+
+    def on_attached(session):
+        if not seen:
+            session.lose()
+        seen.append(session)
+        daemons.attached.put(session)
+        return session
+
+    link = daemons.link(on_attached=on_attached)
+    link.start()
+    daemons.attached.get(timeout=BOUND_S)
+    assert daemons.attached.get(timeout=BOUND_S) is not seen[0]
+    link.close()
+
+
+def test_a_daemon_that_appears_with_another_seed_is_complained_of_once(caplog):
+    refusal = SeedMismatch("seed '1' and the daemon with '0'")
+    daemons = Daemons(GONE, refusal, refusal, refusal, "yes")
+    link = daemons.link()
+    with caplog.at_level(logging.ERROR, logger="vllm.connector.link"):
+        link.start()
+        daemons.attached.get(timeout=BOUND_S)
+    assert [record.message.count("seed '1'") for record in caplog.records] == [1]
+    assert "Serving without the store" in caplog.records[0].message
+    link.close()
+
+
+def test_an_error_of_the_half_itself_closes_the_session_and_is_tried_again(caplog):
+    daemons = Daemons("yes")
+    broken = []
+
+    def on_attached(session):
+        broken.append(session)
+        if len(broken) == 2:
+            raise RuntimeError("no room to map")
+        daemons.attached.put(session)
+        return session
+
+    link = daemons.link(on_attached=on_attached)
+    link.start()
+    daemons.attached.get(timeout=BOUND_S).lose()
+    daemons.attached.get(timeout=BOUND_S)
+    assert broken[1].closed.is_set()
+    assert "no room to map" in caplog.text
+    link.close()
+
+
+def test_closing_ends_the_thread_wherever_it_is():
+    for outcomes in (["yes"], [GONE], [GONE, SeedMismatch("x")]):
+        link = Daemons(*outcomes).link()
+        link.start()
+        link.close()
+        assert not link._thread.is_alive()
+        link.close()

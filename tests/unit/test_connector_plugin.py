@@ -1,0 +1,134 @@
+"""What the connector refuses at start, and what it does where nothing was constructed."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+os.environ.setdefault("PYTHONHASHSEED", "0")
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+from connector import KVStoreConnector, metrics
+from connector.config import SPEC_MODULE_PATH, SPEC_NAME
+from kvstore.errors import SeedMismatch
+from tests.unit.connector_engine import BLOCK_TOKENS, kv_cache_config, vllm_config
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+def build(config, kv_config=None, role=KVConnectorRole.SCHEDULER):
+    connector = KVStoreConnector(config, role, kv_cache_config(8) if kv_config is None else kv_config)
+    connector.shutdown()
+    return connector
+
+
+def test_importing_the_package_imports_neither_vllm_nor_grpc():
+    code = "import connector, sys; sys.exit(any(name in sys.modules for name in ('vllm', 'torch', 'grpc')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    import connector
+
+    with pytest.raises(AttributeError, match="NoSuchConnector"):
+        _ = connector.NoSuchConnector
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_more_than_one_rank_is_refused(role):
+    config = vllm_config()
+    config.parallel_config.tensor_parallel_size = 2
+    config.parallel_config.world_size = 2
+    with pytest.raises(ValueError, match=r"world_size=2 \(tensor_parallel_size=2, pipeline_parallel_size=1\)"):
+        build(config, role=role)
+
+
+def test_more_than_one_kv_cache_group_is_refused():
+    full = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    window = SlidingWindowSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
+    )
+    groups = [KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], window)]
+    with pytest.raises(ValueError, match=r"has 2 \(FullAttentionSpec, SlidingWindowSpec\)"):
+        build(vllm_config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+
+
+def test_a_device_other_than_the_cpu_platforms_is_refused(monkeypatch):
+    from connector import plugin
+
+    class Elsewhere:
+        device_type = "cuda"
+
+    monkeypatch.setattr(plugin, "current_platform", Elsewhere)
+    with pytest.raises(ValueError, match="runs on cuda"):
+        build(vllm_config())
+
+
+@pytest.mark.parametrize("seed", [None, "", "random"])
+def test_a_seed_that_cannot_be_shared_is_refused_with_the_fix(monkeypatch, seed):
+    monkeypatch.delenv("PYTHONHASHSEED")
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    with pytest.raises(SeedMismatch, match="export PYTHONHASHSEED=0"):
+        build(vllm_config())
+
+
+def test_a_wrong_key_is_refused_when_the_connector_is_built():
+    config = vllm_config()
+    config.kv_transfer_config.kv_connector_extra_config["endpont"] = "x"
+    with pytest.raises(ValueError, match="did you mean 'endpoint'"):
+        build(config)
+
+
+def test_vllms_own_offloading_connector_with_our_spec_is_refused():
+    config = vllm_config({"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE_PATH})
+    with pytest.raises(ValueError, match=r"cannot report a failed load.*KVStoreConnector"):
+        OffloadingConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(8))
+
+
+def test_a_malformed_endpoint_is_refused():
+    config = vllm_config({"endpoint": "localhost:50051"})
+    with pytest.raises(ValueError, match="localhost:50051"):
+        build(config)
+
+
+@pytest.mark.parametrize(("policy", "lines"), [("fail", 1), ("recompute", 0)])
+def test_the_policy_that_fails_requests_is_respected_and_mentioned(policy, lines, caplog):
+    with caplog.at_level(logging.WARNING, logger="vllm.connector.plugin"):
+        build(vllm_config(kv_load_failure_policy=policy))
+    assert sum("kv_load_failure_policy" in record.message for record in caplog.records) == lines
+
+
+def test_our_series_are_built_in_a_process_that_constructed_no_connector():
+    import prometheus_client
+
+    config = vllm_config()
+    made = {}
+
+    class Metric:
+        def __init__(self, *, name, documentation, **_):
+            made[name] = documentation
+
+        def labels(self, *_):
+            return self
+
+    kinds = dict.fromkeys((prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram), Metric)
+    KVStoreConnector.build_prom_metrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
+    assert {name for name in made if name.startswith("kvstore_")} == set(metrics.COUNTERS)
+
+
+def test_two_engines_with_one_engine_id_are_two_groups():
+    one, other = vllm_config(engine_id="same"), vllm_config(engine_id="same")
+    one.instance_id, other.instance_id = "aaaaa", "bbbbb"
+    groups = {build(config)._engine.group for config in (one, other)}
+    assert groups == {"same.aaaaa", "same.bbbbb"}
