@@ -316,6 +316,8 @@ class SchedulerHalf(OffloadingManager):
         present, wanted, beyond = [], [], 0
         for offered in zip(positions, keys, chunk_keys, codes, strict=True):
             position, _, chunk_key, code = offered
+            if record.chunk_keys(self._geometry, position, position + 1) != [chunk_key]:
+                continue  # the request's tokens were changed since vLLM noted this key: its bytes are another's
             if code != MISS:
                 present.append(chunk_key)
             elif record.refused_from is not None and position >= record.refused_from:
