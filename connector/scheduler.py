@@ -37,7 +37,7 @@ from connector import metrics
 from connector.link import Link
 from connector.messages import ChunkSpec
 from kvstore._native import CPU, MISS, class_bytes
-from kvstore.limits import GRANTS_PER_GROUP_MIN, HEARTBEAT_STALE_MS
+from kvstore.limits import HEARTBEAT_STALE_MS, grants_per_group_max
 from kvstore.session import Session
 from kvstore.steps import Outcome, Steps
 
@@ -324,8 +324,8 @@ class SchedulerHalf(OffloadingManager):
                 beyond += 1
             elif (tenant, chunk_key) not in self._storing:
                 wanted.append(offered)
-        # A prefix now would be all that is ever stored of this request, so its grants are waited for, but not for ever.
-        enough = min(len(wanted), max(1, self._grants_bound(attached)))
+        # A prefix taken now is all that this request ever stores, so its slots are waited for, though not for ever.
+        enough = min(len(wanted), self._grants_max(attached))
         if attached.steps.grants_free < enough and self._may_defer(record, attached):
             record.deferrals += 1
             self._expect(record, max(record.grants_expected, len(wanted)))
@@ -392,19 +392,17 @@ class SchedulerHalf(OffloadingManager):
         self._expected += grants - record.grants_expected
         record.grants_expected = grants
 
-    def _grants_bound(self, attached: Attached) -> int:
-        """How many more slots the daemon may let this engine have unused."""
-        chunk_bytes = class_bytes(attached.steps.group.chunk_bytes)
-        bound = max(GRANTS_PER_GROUP_MIN, attached.session.table.arena_bytes // 100 // chunk_bytes)
-        writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
-        return bound - writing
+    def _grants_max(self, attached: Attached) -> int:
+        """How many slots the daemon lets this engine hold at once, those being written included."""
+        return grants_per_group_max(attached.session.table.arena_bytes, class_bytes(attached.steps.group.chunk_bytes))
 
     def _fetch_grants(self, attached: Attached) -> None:
         """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
         steps, table = attached.steps, attached.session.table
-        target = min(self._expected, self._grants_bound(attached))
+        writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
+        target = min(self._expected, self._grants_max(attached) - writing)
+        # A step of the engine may take longer than a slot may lie idle; what is too much may still go back.
         missing = target - steps.grants_free - steps.grants_coming
-        # A step of the engine may last longer than a slot may lie idle; what is too much may still go back.
         steps.keep_grants(keep=target > 0 and missing >= 0)
         if missing <= 0 or table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return

@@ -18,7 +18,13 @@ WORLD_SIZE_MAX = 1_024
 REST_WITHOUT_PIDFD_MS = 60_000  # how long slots rest after a hang-up of a process that nothing can watch
 GRANTS_IDLE_S = 1.0  # unused grants go back after that long without a store
 GRANTS_PER_GROUP_MIN = 64
+GRANTS_PER_GROUP_SHARE = 16  # of the arena; docs/decisions/001
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un
 TOKEN_METADATA_KEY = "kvstore-token"
 
 assert HEARTBEAT_STALE_MS >= 3 * HEARTBEAT_INTERVAL_MS
+
+
+def grants_per_group_max(arena_bytes: int, slot_bytes: int) -> int:
+    """How many slots of `slot_bytes` one group may hold at once, those that it is writing included."""
+    return max(GRANTS_PER_GROUP_MIN, arena_bytes // GRANTS_PER_GROUP_SHARE // slot_bytes)

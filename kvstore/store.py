@@ -14,7 +14,7 @@ Invariants, each kept after every call:
 * At most one scheduler of a group is connected; at most one connected worker has a rank; the connected workers' ranges
   do not overlap, and a group is complete only when they tile one chunk.
 * A message's number is one more than the last one's. A number seen before is answered as before and not applied again.
-* Grants in flight: per group at most the larger of 64 slots and 1 % of the arena; all together a quarter of the arena;
+* Grants in flight: per group at most the larger of 64 slots and a sixteenth of the arena; all together a quarter of it;
   and a group that holds none may always have one.
 * The first probe of each (engine family, hash algorithm) stays for the daemon's life; a group that sent another value
   is refused for its own life.
@@ -48,7 +48,6 @@ SEED_FIELD = "seed_fingerprint"
 CHUNK_BYTES_FIELD = "chunk_bytes"
 EPOCH_FIELD = "epoch"
 GRANTED_SHARE_OF_ARENA = 4  # all groups together: a quarter
-GRANTED_SHARE_PER_GROUP = 100  # one group: a hundredth, or 64 slots
 
 _REJECTED_TIER_FULL = store_pb2.OUTCOME_REJECTED_TIER_FULL
 _REJECTED_ADMISSION = store_pb2.OUTCOME_REJECTED_ADMISSION
@@ -520,7 +519,7 @@ class Store:
             return [], store_pb2.OUTCOME_NOT_GRANTED
         size = group.slot_bytes
         arena_bytes = self._tier.arena_bytes
-        group_max = max(limits.GRANTS_PER_GROUP_MIN, arena_bytes // GRANTED_SHARE_PER_GROUP // size)
+        group_max = limits.grants_per_group_max(arena_bytes, size)
         room = min(
             group_max - len(group.granted), (arena_bytes // GRANTED_SHARE_OF_ARENA - self._granted_bytes) // size
         )

@@ -61,7 +61,7 @@ const StreamLines stream_lines = chosen_stream();
 #endif
 
 void copy_plain(std::byte* destination, const std::byte* source, std::size_t nbytes) {
-    std::memcpy(destination, source, nbytes);
+    if (nbytes > 0) std::memcpy(destination, source, nbytes);  // of no bytes, either address may be null
 }
 
 bool inside(std::uint64_t address, std::uint64_t nbytes, std::uint64_t region, std::uint64_t region_bytes) {

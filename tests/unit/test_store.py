@@ -361,7 +361,8 @@ def test_a_lookup_checks_what_it_is_given(store: Store) -> None:
 # -- grants ------------------------------------------------------------------------------------------------------------
 
 
-def test_one_group_holds_at_most_64_slots_or_a_hundredth_of_the_arena(store: Store) -> None:
+def test_one_group_may_always_hold_64_slots_and_in_a_small_arena_no_more() -> None:
+    store = make_store(4 << 20)
     session = attach(store)
     reply = step(store, session, grants_wanted=100)
     assert (len(reply.grants), reply.grants_short) == (64, store_pb2.OUTCOME_NOT_GRANTED)
@@ -369,9 +370,9 @@ def test_one_group_holds_at_most_64_slots_or_a_hundredth_of_the_arena(store: Sto
     assert len(reply.grants) == 10
 
 
-def test_a_large_arena_gives_one_group_a_hundredth() -> None:
+def test_a_large_arena_gives_one_group_a_sixteenth() -> None:
     store = make_store(64 << 20)
-    assert len(grants(store, attach(store), 10_000)) == (64 << 20) // 100 // 4096 == 163
+    assert len(grants(store, attach(store), 10_000)) == (64 << 20) // 16 // 4096 == 1024
 
 
 def test_all_groups_hold_at_most_a_quarter_of_the_arena_and_each_at_least_one_slot(store: Store) -> None:
