@@ -12,7 +12,7 @@ REFUSED_STORES = "kvstore_connector_refused_store_chunks"
 COUNTERS = {
     LOADED_CHUNKS: "Chunks copied from the store to this engine's KV cache.",
     FAILED_LOADS: "Chunks whose load failed; their tokens were recomputed.",
-    STORED_CHUNKS: "Chunks copied to the store and committed by this engine.",
+    STORED_CHUNKS: "Chunks copied to the store and handed over to be committed.",
     FAILED_STORES: "Chunks whose store failed on some rank, or that had blocks nobody wrote; never committed.",
     REFUSED_STORES: "Chunks not stored because no slot was granted or no daemon was attached.",
 }

@@ -316,14 +316,16 @@ class SchedulerHalf(OffloadingManager):
         present, wanted, beyond = [], [], 0
         for offered in zip(positions, keys, chunk_keys, codes, strict=True):
             position, _, chunk_key, code = offered
+            if record.chunk_keys(self._geometry, position, position + 1) != [chunk_key]:
+                continue  # the request's tokens were changed since vLLM noted this key: its bytes are another's
             if code != MISS:
                 present.append(chunk_key)
             elif record.refused_from is not None and position >= record.refused_from:
                 beyond += 1
             elif (tenant, chunk_key) not in self._storing:
                 wanted.append(offered)
-        # A prefix now would be all that is ever stored of this request, so its grants are waited for, but not for ever.
-        enough = min(len(wanted), max(1, self._grants_bound(attached)))
+        # A prefix taken now is all that this request ever stores, so its slots are waited for, though not for ever.
+        enough = min(len(wanted), self._grants_max(attached))
         if attached.steps.grants_free < enough and self._may_defer(record, attached):
             record.deferrals += 1
             self._expect(record, max(record.grants_expected, len(wanted)))
@@ -390,19 +392,17 @@ class SchedulerHalf(OffloadingManager):
         self._expected += grants - record.grants_expected
         record.grants_expected = grants
 
-    def _grants_bound(self, attached: Attached) -> int:
-        """How many more slots the daemon may let this engine have unused."""
-        slot_bytes = class_bytes(attached.steps.group.chunk_bytes)
-        bound = grants_per_group_max(attached.session.table.arena_bytes, slot_bytes)
-        writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
-        return bound - writing
+    def _grants_max(self, attached: Attached) -> int:
+        """How many slots the daemon lets this engine hold at once, those being written included."""
+        return grants_per_group_max(attached.session.table.arena_bytes, class_bytes(attached.steps.group.chunk_bytes))
 
     def _fetch_grants(self, attached: Attached) -> None:
         """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
         steps, table = attached.steps, attached.session.table
-        target = min(self._expected, self._grants_bound(attached))
+        writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
+        target = min(self._expected, self._grants_max(attached) - writing)
+        # A step of the engine may take longer than a slot may lie idle; what is too much may still go back.
         missing = target - steps.grants_free - steps.grants_coming
-        # A step of the engine may last longer than a slot may lie idle; what is too much may still go back.
         steps.keep_grants(keep=target > 0 and missing >= 0)
         if missing <= 0 or table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return

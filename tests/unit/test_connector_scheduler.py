@@ -478,3 +478,21 @@ def test_a_record_never_shows_its_salt(engine):
     request = engine.add("salted", PROMPT, salt="secret-of-tenant")
     assert "secret-of-tenant" not in repr(engine.half._records[request.request_id])
     engine.run()
+
+
+def test_a_chunk_whose_tokens_were_changed_after_its_key_was_noted_is_not_stored(engine):
+    """A streaming session drops its last token and goes on with others."""
+    request = engine.add("session", PROMPT, max_tokens=1)
+    prepare = engine.half.prepare_store
+
+    def after_a_change(keys, context):
+        request.block_hashes[5] = b"hash-of-other-tokens-at-chunk-3."
+        return prepare(keys, context)
+
+    engine.half.prepare_store = after_a_change
+    stored_before = []
+    engine.daemon.on_commit = lambda _slot, key: stored_before.append(key)
+    engine.step()
+    engine.half.prepare_store = prepare
+    job = next(iter(engine.half._jobs.values()))
+    assert len(job.keys) == 2  # of the three that the step computed

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from connector.metrics import COUNTERS
 from kvstore.metrics import families
 from kvstore.rpc.v1 import admin_pb2
 
@@ -16,6 +17,9 @@ def test_the_document_lists_exactly_what_is_exported() -> None:
         for family in families(stats)
         for sample in family.samples
     }
+    exported |= {
+        (f"{name}_total", "counter", "`model_name`, `engine`") for name in COUNTERS
+    }  # by vLLM, of the connector
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) ?\| ", DOCUMENT.read_text(), re.MULTILINE)
     assert exported == set(rows)
 
