@@ -117,6 +117,7 @@ class RequestRecord:
     deferrals: int = 0
     grants_expected: int = 0
     known_present: bool = False  # some of the chain is in the store
+    tail: tuple[int, int] | None = None  # place of the last chunk of the chain that is stored, or being stored
     tenant_of: tuple[Attached, bytes] | None = field(default=None, repr=False)
 
     def chunk_keys(self, geometry: Geometry, first: int, end: int | None = None) -> list[bytes]:
@@ -312,14 +313,15 @@ class SchedulerHalf(OffloadingManager):
         tenant = record.tenant(attached)
         namespace = attached.steps.group.namespace_id
         chunk_keys = [get_offload_block_hash(key) for key in keys]
-        codes, _, _ = attached.session.table.lookup(namespace, tenant, chunk_keys)
+        codes, slots, generations = attached.session.table.lookup(namespace, tenant, chunk_keys)
         present, wanted, beyond = [], [], 0
-        for offered in zip(positions, keys, chunk_keys, codes, strict=True):
+        for i, offered in enumerate(zip(positions, keys, chunk_keys, codes, strict=True)):
             position, _, chunk_key, code = offered
             if record.chunk_keys(self._geometry, position, position + 1) != [chunk_key]:
                 continue  # the request's tokens were changed since vLLM noted this key: its bytes are another's
             if code != MISS:
                 present.append(chunk_key)
+                record.tail = (int(slots[i]), int(generations[i]))
             elif record.refused_from is not None and position >= record.refused_from:
                 beyond += 1
             elif (tenant, chunk_key) not in self._storing:
@@ -343,6 +345,7 @@ class SchedulerHalf(OffloadingManager):
         if not wanted:
             return _store_nothing()
         job = self._prepare(attached, record, [chunk_key for _, _, chunk_key, _ in wanted], grants, is_store=True)
+        record.tail = grants[-1]
         job.first_chunk = wanted[0][0]
         job.parents = [self._parent(record, position) for position, _, _, _ in wanted]
         for chunk_key in job.keys:
@@ -410,7 +413,8 @@ class SchedulerHalf(OffloadingManager):
         if steps.grants_short in _FULL and now - self._grants_asked_at < GRANTS_RETRY_S:
             return
         self._grants_asked_at = now
-        steps.want_grants(missing)
+        growing = {record.tail for record in self._records.values() if record.grants_expected and record.tail}
+        steps.want_grants(missing, tails=growing)
 
     # ---- jobs
 

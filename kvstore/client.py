@@ -285,12 +285,14 @@ class _Connection:
         with self._put_turn:
             if self._table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
                 self._steps.settle(self._timeout_s)  # no store begins while nobody knows whether the daemon runs
-            codes, _, _ = self.find(tenant, keys)
+            codes, slots, generations = self.find(tenant, keys)
             absent = [position for position, code in enumerate(codes) if code != _native.CPU]
+            refs = list(zip(slots.tolist(), generations.tolist(), strict=True))  # of those present, then of all
             tickets: list[int] = []
             while len(tickets) < len(absent):
                 rest = absent[len(tickets) :]
-                grants = self._steps.wait_grants(len(rest), self._timeout_s)
+                tail = refs[rest[0] - 1 : rest[0]]  # nothing before the first chunk
+                grants = self._steps.wait_grants(len(rest), self._timeout_s, tails=tail)
                 if not grants:
                     for position in rest:
                         outcomes[keys[position]] = self._refusal()
@@ -298,6 +300,7 @@ class _Connection:
                 batch = rest[: len(grants)]
                 self._write(grants, [payloads[position] for position in batch])
                 for (slot, generation), position in zip(grants, batch, strict=True):
+                    refs[position] = (slot, generation)
                     parent = keys[position - 1] if position else b""
                     tickets.append(self._steps.commit(slot, generation, tenant, keys[position], parent))
             settled = self._steps.wait(tickets, self._timeout_s)

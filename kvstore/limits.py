@@ -4,6 +4,7 @@ KEY_BYTES_MIN = 16
 KEY_BYTES_MAX = 64
 KEYS_PER_CALL_MAX = 65_536
 OPERATIONS_PER_STEP_MAX = 256  # so that one message costs the daemon's event loop about a millisecond at the most
+TAILS_PER_STEP_MAX = 64  # chains that one request for slots may name
 MESSAGE_BYTES_MAX = 4 << 20  # gRPC's own default, stated at both ends
 SIZE_CLASSES_MAX = 32
 LEASE_MS = 30_000

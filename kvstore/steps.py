@@ -17,13 +17,20 @@ import enum
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import grpc
 
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.limits import GRANTS_IDLE_S, LEASE_MS, OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
+from kvstore.limits import (
+    GRANTS_IDLE_S,
+    LEASE_MS,
+    OPERATIONS_PER_STEP_MAX,
+    STEPS_UNANSWERED_MAX,
+    TAILS_PER_STEP_MAX,
+)
 from kvstore.rpc.status import error_of
 from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
 from kvstore.session import GroupState, Session
@@ -83,6 +90,7 @@ class Steps:
         self._operations = 0  # in the queues above
         self._misses = 0
         self._wanted = 0
+        self._tails: set[Ref] = set()
         self._probe: store_pb2.Probe | None = None
         self._fresh = False
         self._ping = False
@@ -116,10 +124,11 @@ class Steps:
 
     # -- what callers ask for; none of these waits -------------------------------------------------------------------
 
-    def want_grants(self, count: int) -> None:
+    def want_grants(self, count: int, *, tails: Collection[Ref] = ()) -> None:
+        """`tails`: the last stored chunks of the chains to be continued; room is not made by evicting them."""
         with self._lock:
             if self._accepting():
-                self._want(count)
+                self._want(count, tails)
 
     def take_grants(self, count: int) -> list[Ref]:
         """Up to `count` of the slots that arrived, each to be committed or aborted."""
@@ -254,11 +263,11 @@ class Steps:
             self._wait_until(lambda: all(ticket in self._outcomes for ticket in tickets), timeout_s, "commits")
             return [self._outcomes.pop(ticket) for ticket in tickets]
 
-    def wait_grants(self, count: int, timeout_s: float) -> list[Ref]:
+    def wait_grants(self, count: int, timeout_s: float, *, tails: Collection[Ref] = ()) -> list[Ref]:
         """Up to `count` slots; fewer (see `grants_short`) once the daemon has answered. Unavailable."""
         self._session.require_own_process()
         with self._lock:
-            self._want(count - len(self._grants) - self._grants_coming)
+            self._want(count - len(self._grants) - self._grants_coming, tails)
             self._flush()
             self._wait_until(
                 lambda: len(self._grants) >= count or self._grants_coming == 0, timeout_s, "a request for slots"
@@ -323,8 +332,9 @@ class Steps:
                 raise Unavailable(f"the daemon did not answer {what} within {timeout_s:g} s")
             self._changed.wait(left_s)
 
-    def _want(self, count: int) -> None:
+    def _want(self, count: int, tails: Collection[Ref]) -> None:
         if count > 0:
+            self._tails.update(islice(tails, TAILS_PER_STEP_MAX - len(self._tails)))
             self._wanted += count
             self._grants_coming += count
 
@@ -412,10 +422,12 @@ class Steps:
             misses=self._misses,
             probe=self._probe,
             fresh_namespace=self._fresh,
+            tails=map(_slot_ref, self._tails),
         )
         if self._fresh:
             self._fresh_number = self._number
         self._wanted = self._misses = 0
+        self._tails.clear()
         self._probe, self._fresh, self._ping = None, False, False
 
         room = OPERATIONS_PER_STEP_MAX
@@ -517,6 +529,7 @@ class Steps:
             queue.clear()
         self._leases.clear()
         self._held.clear()
+        self._tails.clear()
         self._unanswered.clear()
         self._operations = self._misses = self._wanted = self._grants_coming = 0
         self._probe, self._fresh, self._ping, self._flushing = None, False, False, False

@@ -49,6 +49,7 @@ CHUNK_BYTES_FIELD = "chunk_bytes"
 EPOCH_FIELD = "epoch"
 GRANTED_SHARE_OF_ARENA = 4  # all groups together: a quarter
 
+_OWN_GROUP = 0  # in the index; the groups of processes count from 1
 _REJECTED_TIER_FULL = store_pb2.OUTCOME_REJECTED_TIER_FULL
 _REJECTED_ADMISSION = store_pb2.OUTCOME_REJECTED_ADMISSION
 _ROLE_NAMES = {
@@ -292,7 +293,7 @@ class Store:
                 self._index.touch(group.namespace, chain.tenant, list(chain.keys))
         self._misses += request.misses
         if request.grants_wanted:
-            grants, short = self._grant(group, request.grants_wanted)
+            grants, short = self._grant(group, request.grants_wanted, request.tails, now_ms)
             reply.grants_short = cast("store_pb2.Outcome", short)
             reply.grants.extend(store_pb2.SlotRef(slot=slot, generation=generation) for slot, generation in grants)
         state = self.group_state(group)
@@ -513,8 +514,11 @@ class Store:
 
     # -- grants --------------------------------------------------------------------------------------------------
 
-    def _grant(self, group: Group, wanted: int) -> tuple[list[tuple[int, int]], int]:
-        """Up to `wanted` grants, and why there are fewer."""
+    def _grant(
+        self, group: Group, wanted: int, tails: Sequence[store_pb2.SlotRef], now_ms: int
+    ) -> tuple[list[tuple[int, int]], int]:
+        """Up to `wanted` grants, and why there are fewer. A chain larger than the tier must not eat its own end: no
+        lookup gets as far as a chunk whose parent has gone."""
         if group.refused or not group.complete():
             return [], store_pb2.OUTCOME_NOT_GRANTED
         size = group.slot_bytes
@@ -525,7 +529,10 @@ class Store:
         )
         allowed = max(room, 0 if group.granted else 1)
         count = min(wanted, allowed)
+        kept = [(at.slot, at.generation) for at in tails]
+        self._index.lease(_OWN_GROUP, kept, now_ms)
         grants = self._index.grant(group.number, group.chunk_bytes, count) if count > 0 else []
+        self._index.release(_OWN_GROUP, kept)
         for slot, generation in grants:
             group.granted[slot] = (generation, group.epoch)
         self._granted_bytes += size * len(grants)
@@ -642,6 +649,8 @@ def _require_well_formed(request: store_pb2.StepRequest, last_number: int) -> No
     )
     if operations > limits.OPERATIONS_PER_STEP_MAX:
         raise LimitExceeded(f"{operations} operations in one message; at most {limits.OPERATIONS_PER_STEP_MAX}")
+    if len(request.tails) > limits.TAILS_PER_STEP_MAX:
+        raise LimitExceeded(f"{len(request.tails)} tails in one message; at most {limits.TAILS_PER_STEP_MAX}")
     for tenant in _tenants(request):
         if len(tenant) != TENANT_ID_BYTES:
             raise ProtocolError(f"tenant {tenant.hex()} has {len(tenant)} bytes, not {TENANT_ID_BYTES}")

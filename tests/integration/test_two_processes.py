@@ -90,8 +90,7 @@ def test_a_tier_whose_slots_are_all_leased_or_granted_rejects() -> None:
         assert client.get("s", [key(1), key(2)]) == [payload(1, size), payload(2, size)]
 
 
-def test_a_full_tier_rejects_the_tail_of_the_chain() -> None:
-    # Eviction will change the numbers here: without it, what is stored stays.
+def test_a_chain_longer_than_the_tier_keeps_its_head_and_its_tail_is_rejected() -> None:
     size = 1 << 20
     with running_daemon(cpu_bytes=8 * size) as daemon, client_of(daemon, chunk_bytes=size) as client:
         chunks = {key(name): payload(name, size) for name in range(12)}
@@ -99,6 +98,10 @@ def test_a_full_tier_rejects_the_tail_of_the_chain() -> None:
         assert list(outcomes.values()) == [Stored()] * 8 + [Rejected(RejectReason.TIER_FULL)] * 4
         assert client.get("s", list(chunks)) == [*list(chunks.values())[:8], None, None, None, None]
         assert daemon.tier()["used_bytes"] == 8 * size
+        other = {key(name): payload(name, size) for name in range(100, 103)}
+        assert set(client.put("s", other).values()) == {Stored()}  # another chain takes its end away
+        assert client.get("s", list(chunks))[:6] == [*list(chunks.values())[:5], None]
+        assert client.get("s", list(other)) == list(other.values())
 
 
 def test_threads_share_a_client(client: StoreClient) -> None:

@@ -153,13 +153,15 @@ class FakeSteps:
         self.flushes = 0
         self.kept = False
         self.closed = False
+        self.tails: set[tuple[int, int]] = set()  # named by requests for slots
 
     @property
     def grants_free(self) -> int:
         return len(self.free)
 
-    def want_grants(self, count: int) -> None:
+    def want_grants(self, count: int, *, tails: Collection[tuple[int, int]] = ()) -> None:
         if not self.broken:
+            self.tails |= set(tails)
             self.grants_coming += count
             if self.answered:
                 self.answer()

@@ -336,13 +336,20 @@ def test_slots_are_asked_for_when_a_request_arrives_and_kept_while_it_runs(engin
     assert not engine.steps.kept
 
 
+def test_room_for_a_chain_is_not_made_of_its_own_end(engine):
+    cold = engine.serve("cold", PROMPT, max_tokens=20)
+    slots = {key: slot for (_, _, key), slot in engine.daemon.stored.items()}
+    slot = slots[cold.block_hashes[9]]  # the prompt's last chunk, when the answer's first one wanted a slot
+    assert (slot, engine.daemon.generations[slot]) in engine.steps.tails
+
+
 def test_a_full_tier_is_not_asked_in_every_step():
     now = [100.0]
     engine = PretendEngine(slots=0)
     engine.half._clock = lambda: now[0]
     asked = []
     want = engine.steps.want_grants
-    engine.steps.want_grants = lambda count: (asked.append(count), want(count))
+    engine.steps.want_grants = lambda count, **named: (asked.append(count), want(count, **named))
     engine.add("cold", PROMPT, max_tokens=8)
     for _ in range(6):
         engine.step()

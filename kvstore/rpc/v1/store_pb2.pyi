@@ -142,7 +142,7 @@ class Probe(_message.Message):
     def __init__(self, engine_family: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("number", "instance_id", "grants_wanted", "commits", "aborts", "leases", "releases", "touches", "misses", "probe", "fresh_namespace")
+    __slots__ = ("number", "instance_id", "grants_wanted", "commits", "aborts", "leases", "releases", "touches", "misses", "probe", "fresh_namespace", "tails")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     GRANTS_WANTED_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,7 @@ class StepRequest(_message.Message):
     MISSES_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     FRESH_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TAILS_FIELD_NUMBER: _ClassVar[int]
     number: int
     instance_id: bytes
     grants_wanted: int
@@ -165,7 +166,8 @@ class StepRequest(_message.Message):
     misses: int
     probe: Probe
     fresh_namespace: bool
-    def __init__(self, number: _Optional[int] = ..., instance_id: _Optional[bytes] = ..., grants_wanted: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., touches: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., misses: _Optional[int] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., fresh_namespace: bool = ...) -> None: ...
+    tails: _containers.RepeatedCompositeFieldContainer[SlotRef]
+    def __init__(self, number: _Optional[int] = ..., instance_id: _Optional[bytes] = ..., grants_wanted: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., touches: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., misses: _Optional[int] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., fresh_namespace: bool = ..., tails: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ...) -> None: ...
 
 class StepReply(_message.Message):
     __slots__ = ("number", "grants", "grants_short", "outcomes", "group")
