@@ -145,6 +145,7 @@ class PretendEngine:
         daemon = FakeDaemon(
             slots=self.slots, chunk_bytes=self.chunk_bytes, instance_id=name.encode().ljust(16, b"."), **options
         )
+        self.copier.arena, self.copier.slot_bytes = self.arena.ctypes.data, SLOT_BYTES
         daemon.on_grant = self._poison
         daemon.on_commit = self._check_commit
         self.daemon = daemon

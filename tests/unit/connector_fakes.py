@@ -17,6 +17,7 @@ from kvstore.session import GroupState
 from kvstore.steps import Outcome
 
 NAMESPACE = b"namespace-of-old"
+SPOILT = 0xEE
 
 
 class FakeDaemon:
@@ -62,8 +63,10 @@ class FakeDaemon:
 
     def commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes) -> None:
         self._end_grant(slot, generation)
+        # The real one would abort it; the connector must know by itself.
+        assert self.granted_epoch[slot] == self.epoch, "a chunk of before a reset was offered for commit"
         place = (self.namespace, tenant, key)
-        if self.granted_epoch[slot] != self.epoch or place in self.stored:
+        if place in self.stored:
             self.free.append(slot)
             return
         self.on_commit(slot, key)
@@ -78,6 +81,12 @@ class FakeDaemon:
         (place,) = [place for place, held in self.stored.items() if held == slot]
         del self.stored[place]
         self.free.append(slot)
+
+    def reuse(self, slot: int) -> None:
+        """Evict the chunk and let another engine write to its slot, lease or not: a lease is advice."""
+        self.evict(slot)
+        self.generations[slot] += 1
+        self.on_grant(slot)
 
     def lease(self, slot: int) -> None:
         self.leases[slot] += 1
@@ -244,7 +253,8 @@ class FakeCopier:
         self.regions: list[tuple[int, int]] = []
         self.queued: dict[int, tuple] = {}
         self.done: list[SimpleNamespace] = []
-        self.failures: list[set[int]] = []  # of the next jobs with so many chunks: positions that fail
+        self.failures: list[set[int]] = []  # of the next jobs with so many chunks: positions that fail, and are spoilt
+        self.arena, self.slot_bytes = 0, 4096
         self.closed = False
 
     def add_region(self, address: int, nbytes: int) -> None:
@@ -277,11 +287,15 @@ class FakeCopier:
     def run(self, count: int = 1 << 30) -> None:
         for job in list(self.queued)[:count]:
             _, sources, destinations, sizes, table, slots, generations = self.queued.pop(job)
+            failed = {i for i, current in enumerate(table.current(slots, generations)) if not current}
+            spoilt = self.failures.pop(0) if self.failures and max(self.failures[0]) < len(slots) else set()
+            failed |= spoilt
             for source, destination, size in zip(sources, destinations, sizes, strict=True):
                 ctypes.memmove(destination, source, size)
-            failed = {i for i, current in enumerate(table.current(slots, generations)) if not current}
-            if self.failures and max(self.failures[0]) < len(slots):
-                failed |= self.failures.pop(0)
+                for slot in (slots[i] for i in spoilt):
+                    begin = self.arena + int(slot) * self.slot_bytes
+                    if begin <= source < begin + self.slot_bytes or begin <= destination < begin + self.slot_bytes:
+                        ctypes.memset(destination, SPOILT, size)
             self._end(job, sorted(failed), sum(sizes))
 
     def _end(self, job: int, failed: list[int], nbytes: int) -> None:

@@ -74,8 +74,16 @@ class Lives(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.engine.daemon is not None and self.engine.daemon.stored)
     def evict(self, data):
-        slots = sorted(self.engine.daemon.stored.values())
-        self.engine.daemon.evict(data.draw(st.sampled_from(slots)))  # leased or not: a lease is advice
+        self.engine.daemon.evict(data.draw(st.sampled_from(sorted(self.engine.daemon.stored.values()))))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.engine.daemon is not None and self.leased_slots())
+    def reuse_a_leased_slot(self, data):
+        self.engine.daemon.reuse(data.draw(st.sampled_from(self.leased_slots())))
+
+    def leased_slots(self):
+        daemon = self.engine.daemon
+        return sorted(slot for slot in daemon.stored.values() if daemon.leases[slot])
 
     @rule(answered=st.booleans())
     @precondition(lambda self: self.engine.daemon is not None)

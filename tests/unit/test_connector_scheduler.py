@@ -222,11 +222,7 @@ def test_a_chunk_evicted_between_lookup_and_copy_is_noticed(engine):
     empty_own_cache(engine)
     engine.add("warm", PROMPT)
     engine.step()  # the load is submitted
-    slot = engine.daemon.stored[next(place for place in engine.daemon.stored if place[2] == stored_keys(engine)[3])]
-    engine.daemon.evict(slot)
-    engine.daemon.free = [slot]
-    engine.daemon.pool = 64
-    assert engine.daemon.grant(1) == [(slot, engine.daemon.generations[slot])]  # poisoned for its next owner
+    engine.daemon.reuse(list(engine.daemon.stored.values())[3])
     engine.run()
     assert engine.daemon.failed_loads == 1
 
