@@ -1,0 +1,100 @@
+"""`kv_connector_extra_config` as a frozen dataclass: parsed once, unknown keys refused with a suggestion."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SPEC_NAME = "KVStoreSpec"
+SPEC_MODULE_PATH = "connector.spec"
+
+_KEYS = (
+    "endpoint",
+    "block_size",
+    "blocks_per_chunk",
+    "offload_prompt_only",
+    "require_cache_salt",
+    "self_describing_kv_events",
+    "canonical_layout",
+)
+_SET_BY_US = {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE_PATH}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    endpoint: str  # "unix:///run/kvstore/kvstore.sock"
+    offload_prompt_only: bool  # True: what a request generates is not stored, so the next turn recomputes the answer
+    require_cache_salt: bool  # requests without a salt are neither stored nor loaded
+    self_describing_kv_events: bool  # vLLM's own
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, object]) -> "ConnectorConfig":
+        """ValueError, naming key, value and what is allowed. Accepts what `for_base_class` added to `raw` before."""
+        for key, value in raw.items():
+            if key in _SET_BY_US:
+                if value != _SET_BY_US[key]:
+                    raise ValueError(
+                        f"kv_connector_extra_config: {key}={value!r}, but KVStoreConnector brings its own "
+                        f"({_SET_BY_US[key]!r}); leave the key out"
+                    )
+            elif key not in _KEYS:
+                raise ValueError(f"kv_connector_extra_config: unknown key {key!r}{_suggestion(key)}")
+        # vLLM reads these two itself, but its own messages name neither the key nor the value.
+        for key in ("block_size", "blocks_per_chunk"):
+            _positive(raw, key)
+        if raw.get("block_size") is not None and raw.get("blocks_per_chunk") is not None:
+            raise ValueError(
+                f"kv_connector_extra_config: block_size={raw['block_size']!r} (tokens) and "
+                f"blocks_per_chunk={raw['blocks_per_chunk']!r} both set the size of a chunk; give one of them"
+            )
+        if not _boolean(raw, "canonical_layout", True):
+            raise ValueError(
+                "kv_connector_extra_config: canonical_layout=False, but the store keeps one layout for every engine; "
+                "leave the key out"
+            )
+        return cls(
+            endpoint=_endpoint(raw),
+            offload_prompt_only=_boolean(raw, "offload_prompt_only", False),
+            require_cache_salt=_boolean(raw, "require_cache_salt", False),
+            self_describing_kv_events=_boolean(raw, "self_describing_kv_events", False),
+        )
+
+    def for_base_class(self) -> dict[str, object]:
+        """What vLLM's OffloadingConnector must read in the same mapping."""
+        return {
+            **_SET_BY_US,
+            "canonical_layout": True,
+            "offload_prompt_only": self.offload_prompt_only,
+            "self_describing_kv_events": self.self_describing_kv_events,
+        }
+
+
+def _suggestion(key: str) -> str:
+    nearest = difflib.get_close_matches(key, _KEYS, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else f"; known keys are {', '.join(_KEYS)}"
+
+
+def _endpoint(raw: Mapping[str, object]) -> str:
+    value = raw.get("endpoint")
+    if value is None:
+        from kvstore.config import default_endpoint
+
+        return default_endpoint()
+    if not isinstance(value, str) or not value.startswith("unix:/"):
+        raise ValueError(
+            f"kv_connector_extra_config: endpoint={value!r} is not the daemon's socket, as its ready line shows it, "
+            "for example unix:///run/kvstore/kvstore.sock"
+        )
+    return value
+
+
+def _boolean(raw: Mapping[str, object], key: str, default: bool) -> bool:
+    value = raw.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"kv_connector_extra_config: {key}={value!r} must be true or false")
+    return value
+
+
+def _positive(raw: Mapping[str, object], key: str) -> None:
+    value = raw.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+        raise ValueError(f"kv_connector_extra_config: {key}={value!r} must be a whole number above 0")

@@ -1,0 +1,380 @@
+"""What an engine's bytes and keys are: the namespace document, the weights' identity, the hash seed and the probe.
+
+Everything here is a function of the engine's configuration and of files; nothing is kept, so there is nothing to guard.
+The worker half calls `namespace_document` once, when it has its KV cache; the scheduler half reads the seed at
+construction and calls `effective_seed_problem` and `probe_value` at its first request, because vLLM starts its own hash
+chain only after the connector was built.
+
+A field that is missing here is a wrong answer waiting to be served; a field too many costs misses. So where it is not
+certain that a setting leaves the KV bytes alone, it is in.
+"""
+
+import enum
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstore.errors import SeedMismatch
+from kvstore.namespace import seed_problem
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# vLLM is imported inside the functions that ask it something: importing it takes many seconds, and weights and
+# documents are examined by tools and tests that run no engine.
+
+ENGINE_FAMILY = "vllm"
+LAYOUT_FORMAT_VERSION = 1
+"""Raised whenever the order of bytes within a chunk changes."""
+
+WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+WEIGHTS_SAMPLE_BYTES = 64 << 10
+WEIGHTS_SAMPLES = 64
+SAFETENSORS_HEADER_BYTES_MAX = 100 << 20  # the format's own limit
+
+PROBE_TOKENS = (0, 1, 2, 255, 256, 65_535, 65_536, 1_000_003)
+"""One of each width that a serialiser could write differently."""
+
+_HUB_SNAPSHOT = re.compile(r"/models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
+_ROPE_FIELDS = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+)
+_WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_chunk_size")
+_NOT_IDENTITY = {"_name_or_path", "_commit_hash", "transformers_version"}  # where it lay and who read it
+
+
+# ---- the hash seed and the probe
+
+
+def engine_hash_seed(environ: Mapping[str, str] = os.environ) -> str:
+    """The literal PYTHONHASHSEED of this process. SeedMismatch, saying what to export, when it cannot be shared."""
+    seed = environ.get("PYTHONHASHSEED")
+    problem = seed_problem(seed)
+    if problem is not None:
+        raise SeedMismatch(problem)
+    assert seed is not None
+    return seed
+
+
+def probe_value(hash_algorithm: str, seed: str) -> bytes:
+    """vLLM's hash of PROBE_TOKENS after `seed`: equal in two engines if and only if their keys can agree.
+
+    The parent is explicit, so the value does not depend on whether vLLM has initialised its own hash chain yet.
+    """
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens
+
+    function = get_hash_fn_by_name(hash_algorithm)
+    return bytes(hash_block_tokens(function, BlockHash(function(seed)), PROBE_TOKENS, None))
+
+
+def effective_seed_problem(hash_algorithm: str, seed: str) -> str | None:
+    """Why the engine's block hashes do not start from `seed`, or None when they do. Call it at the first request."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    effective = kv_cache_utils.get_none_hash_seed()
+    if effective != seed:
+        return (
+            f"the engine hashes from the seed {effective!r}, not from PYTHONHASHSEED={seed!r} that it was started "
+            "with: something changed the environment after start; export PYTHONHASHSEED before the start and leave it"
+        )
+    if getattr(kv_cache_utils, "NONE_HASH", None) != get_hash_fn_by_name(hash_algorithm)(seed):
+        return (
+            f"the engine's first block hash is not {hash_algorithm} of the seed {seed!r}: it hashes with another "
+            "algorithm than its configuration (prefix_caching_hash_algo) says"
+        )
+    return None
+
+
+# ---- the weights
+
+
+def weights_identity(model: str, revision: str | None, *, cache_dir: str | None = None) -> str:
+    """`hub:COMMIT`, or `sha256:HEX` of a local folder or file. ValueError when neither can be told.
+
+    A hub commit is looked up in the local cache, where vLLM has just loaded it from; nothing is downloaded.
+    """
+    path = Path(model)
+    if path.is_dir():
+        snapshot = _HUB_SNAPSHOT.search(str(path.absolute()))
+        if snapshot is not None:
+            return f"hub:{snapshot['commit']}"
+        files = sorted(_weights_files(path))
+        if not files:
+            raise ValueError(
+                f"the model folder {model} has no weights file ({', '.join(WEIGHTS_SUFFIXES)}), so its KV cache cannot "
+                "be told from another model's"
+            )
+        return f"sha256:{_weights_digest((str(file.relative_to(path)), file) for file in files)}"
+    if path.is_file():
+        return f"sha256:{_weights_digest([(path.name, path)])}"
+    commit = _cached_commit(model, revision, cache_dir)
+    if commit is None:
+        raise ValueError(
+            f"cannot tell which weights {model!r} (revision {revision or 'main'}) are: it is neither a local folder "
+            "nor in the local Hugging Face cache. Download the model first and give its folder as the model"
+        )
+    return f"hub:{commit}"
+
+
+def _weights_files(folder: Path) -> Iterator[Path]:
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(WEIGHTS_SUFFIXES):
+                yield Path(directory, name)
+
+
+def _weights_digest(files: Iterable[tuple[str, Path]]) -> str:
+    """Of each file: name, size, safetensors header, and evenly spaced samples.
+
+    Samples, because reading all of a large model would cost more than its start; the header covers every tensor's
+    name, shape and place. A change of a few weights in place that no sample meets is not seen.
+    """
+    digest = hashlib.sha256()
+
+    def add(part: bytes) -> None:  # length first, so that no two lists of parts read the same
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+
+    for name, path in files:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            add(name.encode())
+            add(str(size).encode())
+            if name.endswith(".safetensors"):
+                add(file.read(min(int.from_bytes(file.read(8), "little"), SAFETENSORS_HEADER_BYTES_MAX)))
+            for offset in sample_offsets(size):
+                file.seek(offset)
+                add(file.read(WEIGHTS_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def sample_offsets(size: int) -> list[int]:
+    """Where the samples of a file of `size` bytes begin: all of a small file, else first to last, evenly spaced."""
+    if size <= WEIGHTS_SAMPLES * WEIGHTS_SAMPLE_BYTES:
+        return list(range(0, size, WEIGHTS_SAMPLE_BYTES))
+    return [i * (size - WEIGHTS_SAMPLE_BYTES) // (WEIGHTS_SAMPLES - 1) for i in range(WEIGHTS_SAMPLES)]
+
+
+def _cached_commit(model: str, revision: str | None, cache_dir: str | None) -> str | None:
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = Path(cache_dir or HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+    revision = revision or "main"
+    reference = folder / "refs" / revision
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    return commit if re.fullmatch("[0-9a-f]{40}", commit) and (folder / "snapshots" / commit).is_dir() else None
+
+
+# ---- the namespace
+
+
+def attention_backend(vllm_config: "VllmConfig", layer_names: Sequence[str]) -> str:
+    """Which code wrote the pages: the layers' backend, and on CPU the instruction set that it packs them for.
+
+    Call it in the worker, after the KV cache was made: only then have the layers chosen.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    names = set()
+    for name in layer_names:
+        layer = layers[name]
+        instruction_set = getattr(layer, "isa", None)  # the CPU backend sets it, and names no other place to ask
+        backend = layer.get_attn_backend().get_name()
+        names.add(f"{backend}/{instruction_set}" if instruction_set else backend)
+    return "+".join(sorted(names))
+
+
+def namespace_document(
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    *,
+    kv_caches: Mapping[str, "torch.Tensor"],
+    attention_backend: str,
+    tp_lcm_size: int,
+    group: int = 0,
+) -> dict[str, object]:
+    """All that must be equal for chunks of this KV cache group to be interchangeable; the session adds chunk bytes and
+    the seed's fingerprint. `kv_caches` is what vLLM registered: [blocks, heads, tokens, content] per layer.
+
+    ValueError when the weights cannot be identified, TypeError for a setting that has no single spelling.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+
+    config = build_offloading_config(vllm_config, kv_cache_config)
+    group_config = config.groups[group]
+    spec = kv_cache_config.kv_cache_groups[group_config.group_id].kv_cache_spec
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    cache = vllm_config.cache_config
+    tokens_per_block = group_config.tokens_per_block
+    layers = list(group_config.layer_names)
+    pages, page_of_layer = _pages(kv_caches, layers, kv_cache_config.num_blocks)
+    return {
+        "engine": ENGINE_FAMILY,
+        "hash_algorithm": cache.prefix_caching_hash_algo,
+        "model": _model(model, vllm_config.load_config),
+        "rope": _fields(model.hf_text_config, _ROPE_FIELDS),
+        "window": {
+            **_fields(model.hf_text_config, _WINDOW_FIELDS),
+            "disabled": bool(model.disable_sliding_window),
+            "group": _plain(getattr(spec, "sliding_window", None) or 0, "sliding_window"),
+        },
+        "kv": {
+            "dtype": pages[0]["dtype"],  # of the bytes; `cache_dtype` tells two formats of one width apart
+            "cache_dtype": str(cache.cache_dtype).replace("auto", str(pages[0]["dtype"])),
+            "unquantized_layers": sorted(cache.kv_cache_dtype_skip_layers or []),
+            "quantization": _plain(getattr(spec, "kv_quant_mode", "none"), "kv_quant_mode"),
+        },
+        "tokens": {
+            "hash": config.cache.tokens_per_hash,
+            "block": tokens_per_block,
+            "chunk": tokens_per_block * config.cache.blocks_per_chunk,
+        },
+        "group": {"index": group_config.group_id, "spec": type(spec).__name__, "layers": layers},
+        "speculative": _speculative(vllm_config),
+        "format": {
+            "version": LAYOUT_FORMAT_VERSION,
+            "tp_lcm_size": tp_lcm_size,
+            "attention_backend": attention_backend,
+            "canonical": _canonical_format(kv_cache_config, cache),
+            "pages": pages,
+            "page_of_layer": page_of_layer,
+        },
+        # Until the layout is free of them, chunks of another split are another thing.
+        "parallel": {
+            "tensor": parallel.tensor_parallel_size,
+            "pipeline": parallel.pipeline_parallel_size,
+            "prefill_context": parallel.prefill_context_parallel_size,
+            "decode_context": parallel.decode_context_parallel_size,
+            "ranks": parallel.world_size,
+        },
+    }
+
+
+def _model(model: "ModelConfig", load_config: Any) -> dict[str, object]:
+    if load_config.load_format == "dummy":
+        weights = "dummy"  # made from the configuration with a fixed seed
+    else:
+        weights = weights_identity(model.model, model.revision, cache_dir=load_config.download_dir)
+    return {
+        "name": _model_name(model.model),
+        "weights": weights,
+        "config": _config_digest(model.hf_config),
+        "dtype": _plain(model.dtype, "dtype"),
+        "quantization": str(model.quantization or "none"),
+        "quantization_config": _json_digest(_plain(model.quantization_config, "quantization_config")),
+    }
+
+
+def _model_name(model: str) -> str:
+    """The same whether the engine was given the hub's name or, as vLLM does when offline, the folder in the cache."""
+    path = Path(model)
+    if not path.exists():
+        return model
+    snapshot = _HUB_SNAPSHOT.search(str(path.absolute()))
+    if snapshot is not None:
+        return snapshot["repository"].replace("--", "/")
+    return path.resolve().name  # two containers may mount one folder at two places; the weights tell models apart
+
+
+def _speculative(vllm_config: "VllmConfig") -> dict[str, object]:
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return {}
+    draft = speculative.draft_model_config
+    return {
+        "method": str(speculative.method),
+        "tokens": speculative.num_speculative_tokens,
+        "kv_dtype": str(speculative.kv_cache_dtype or "model's"),
+        "model": {} if draft is None else _model(draft, speculative.draft_load_config or vllm_config.load_config),
+    }
+
+
+def _pages(
+    kv_caches: Mapping[str, "torch.Tensor"], layers: Sequence[str], num_blocks: int
+) -> tuple[list[dict[str, object]], list[int]]:
+    """How one block of each layer lies in memory: the distinct descriptions, and which of them each layer has."""
+    pages: list[dict[str, object]] = []
+    page_of_layer = []
+    for name in layers:
+        tensor = kv_caches[name]
+        page: dict[str, object] = {
+            "kernel_blocks": tensor.shape[0] // num_blocks,
+            "shape": list(tensor.shape[1:]),
+            "strides": list(tensor.stride()[1:]),
+            "dtype": _plain(tensor.dtype, "dtype"),
+        }
+        if page not in pages:
+            pages.append(page)
+        page_of_layer.append(pages.index(page))
+    return pages, page_of_layer
+
+
+def _canonical_format(kv_cache_config: "KVCacheConfig", cache: Any) -> str:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+    from vllm.platforms import current_platform
+    from vllm.version import __version__
+
+    layout = kv_cache_config.kv_cache_layout or cache.kv_cache_layout
+    if layout is None:
+        raise ValueError("the engine has not resolved its KV cache layout yet; the namespace is made when it has")
+    name = f"{canonical_format_id(layout)}-{layout}"
+    # How the CPU backend packs a page for its instruction set is its own affair and has no version of its own.
+    return f"{name}-cpu-{__version__}" if current_platform.is_cpu() else name
+
+
+def _fields(config: Any, names: Iterable[str]) -> dict[str, object]:
+    values = {name: getattr(config, name, None) for name in names}
+    return {name: _plain(value, name) for name, value in values.items() if value is not None}
+
+
+def _config_digest(hf_config: Any) -> str:
+    """Of the whole model configuration, overrides included: any of it (a norm's epsilon, a multiplier) may reach KV."""
+    return _json_digest(_plain({k: v for k, v in hf_config.to_dict().items() if k not in _NOT_IDENTITY}, "hf_config"))
+
+
+def _json_digest(plain: object) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
+
+
+def _plain(value: Any, where: str) -> Any:
+    """`value` in strings, integers, booleans, lists and objects. TypeError for what has no spelling of its own: its
+    `repr` could hold an address, and then no two engines would ever share a chunk."""
+    match value:
+        case None:
+            return "none"
+        case enum.Enum():
+            return value.name
+        case str() | bool() | int():
+            return value
+        case float():
+            return repr(value)
+        case Mapping():
+            return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        case set() | frozenset():
+            return sorted(_plain(item, where) for item in value)
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value), where)
+    if callable(getattr(value, "to_dict", None)):  # nested model configurations
+        return _plain({k: v for k, v in value.to_dict().items() if k not in _NOT_IDENTITY}, where)
+    if callable(getattr(value, "model_dump", None)):
+        return _plain(value.model_dump(), where)
+    raise TypeError(f"the namespace cannot spell {where} = {value!r} ({type(value).__name__})")

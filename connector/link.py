@@ -1,0 +1,146 @@
+"""One half's attachment to the daemon, kept up by a background thread.
+
+The engine's thread reads `current` and never waits: either there is an attachment or the store is left out. The
+background thread alone replaces it: it attaches, waits until the session is lost, takes the attachment away, lets the
+half end what still uses it, and tries again. `lock` orders the two where reading is not enough: whoever holds it knows
+that `current` stays what it is, and the thread holds it only to swap the reference, never during I/O.
+
+When the daemon dies, the session's watcher sets `_wake`. When this process dies, the kernel closes the session's
+socket and the daemon ends the group. Create a link in the process that uses it: threads do not survive a fork.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore.session import Attachment, Session
+
+logger = logging.getLogger("vllm.connector.link")  # below "vllm", so that the engine's own log shows it
+
+START_TIMEOUT_S = 2.0  # how long an engine's start may wait for a daemon that does not answer
+ATTACH_TIMEOUT_S = 5.0
+BACKOFF_MIN_S = 0.05
+BACKOFF_MAX_S = 1.0
+CLOSE_TIMEOUT_S = ATTACH_TIMEOUT_S + 1.0
+
+Attached = TypeVar("Attached")
+
+
+class Attach(Protocol):
+    def __call__(
+        self,
+        endpoint: str,
+        attachment: Attachment,
+        *,
+        timeout_s: float,
+        on_lost: Callable[[], None] | None,
+    ) -> Session: ...
+
+
+class Link(Generic[Attached]):
+    """Keeps `current` attached. `on_attached` makes it from a new session; `on_detached` ends every use of it before
+    the session is closed. Both run on the background thread (the first one on `start`'s caller)."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        attachment: Attachment,
+        *,
+        on_attached: Callable[[Session], Attached],
+        on_detached: Callable[[Attached], None],
+        attach: Attach = Session.attach,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.current: Attached | None = None  # written under `lock`
+        self._endpoint = endpoint
+        self._attachment = attachment
+        self._on_attached = on_attached
+        self._on_detached = on_detached
+        self._attach = attach
+        self._session: Session | None = None  # of `current`; the background thread's own after `start`
+        self._closing = False
+        self._wake = threading.Event()
+        self._complaint = ""  # the refusal said last, so that it is said once
+        self._thread = threading.Thread(target=self._keep, name="kvstore-link", daemon=True)
+
+    def start(self) -> None:
+        """Attach now if a daemon answers. Any refusal (another seed, another namespace, a limit) is raised: an engine
+        that can never share must not start. Without a daemon the engine starts and the thread goes on trying."""
+        try:
+            self._open(START_TIMEOUT_S)
+            logger.info("kvstore: attached to the daemon at %s", self._endpoint)
+        except Unavailable as problem:
+            logger.warning(
+                "kvstore: no daemon at %s (%s); serving without the store until one answers there. Start it with "
+                "`kvstore serve`, or set endpoint in kv_connector_extra_config",
+                self._endpoint,
+                problem,
+            )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the attachment, after everything that uses it."""
+        self._closing = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _keep(self) -> None:
+        backoff_s = BACKOFF_MIN_S
+        while not self._closing:
+            if self._session is not None:
+                self._wake.wait()
+                self._wake.clear()
+                if self._session.lost and not self._closing:
+                    logger.warning("kvstore: lost the daemon at %s; serving without the store", self._endpoint)
+                    self._shut()
+                continue
+            try:
+                self._open(ATTACH_TIMEOUT_S)
+            except Unavailable:
+                pause_s, backoff_s = backoff_s, min(2 * backoff_s, BACKOFF_MAX_S)
+            except KVStoreError as refusal:
+                self._complain(f"kvstore: the daemon at {self._endpoint} refused this engine: {refusal}")
+                pause_s = BACKOFF_MAX_S
+            except Exception:  # a border: nobody else would ever hear of it
+                logger.exception("kvstore: attaching to %s failed; trying again", self._endpoint)
+                pause_s = BACKOFF_MAX_S
+            else:
+                logger.info("kvstore: attached to the daemon at %s", self._endpoint)
+                backoff_s, self._complaint = BACKOFF_MIN_S, ""
+                continue
+            self._wake.clear()
+            if not self._closing:
+                self._wake.wait(pause_s)
+        self._shut()
+
+    def _open(self, timeout_s: float) -> None:
+        session = self._attach(self._endpoint, self._attachment, timeout_s=timeout_s, on_lost=self._wake.set)
+        try:
+            current = self._on_attached(session)
+        except BaseException:
+            session.close()
+            raise
+        self._session = session
+        with self.lock:
+            self.current = current
+
+    def _shut(self) -> None:
+        session, self._session = self._session, None
+        with self.lock:
+            current, self.current = self.current, None
+        try:
+            if current is not None:
+                self._on_detached(current)
+        except Exception:  # a border, as above; the session must be closed all the same
+            logger.exception("kvstore: ending the use of a lost daemon's memory failed")
+        finally:
+            if session is not None:
+                session.close()
+
+    def _complain(self, complaint: str) -> None:
+        if complaint != self._complaint:
+            self._complaint = complaint
+            logger.error("%s. Serving without the store", complaint)

@@ -1,0 +1,207 @@
+"""The class that vLLM loads: turns vLLM's objects into plain values and passes them to the half it was built as.
+
+vLLM's OffloadingConnector keeps all that is known about chunked prefill, preemption and block lifetimes; here is what
+it does not do: failures, roles, tenants, and a job table that survives a reset. Built in the process that uses it,
+called by one thread, the engine's.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    PromMetric,
+    PromMetricT,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from connector import identity
+from connector.config import ConnectorConfig
+from connector.messages import WorkerOutcomes
+from connector.scheduler import SchedulerHalf
+from connector.spec import Engine, building
+from connector.worker import WorkerHalf
+
+logger = logging.getLogger("vllm.connector.plugin")
+
+TP_LCM_SIZE = 1  # one rank, one shard
+
+
+class KVStoreConnector(OffloadingConnector):
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        config = _read_config(vllm_config)
+        _require_served(vllm_config, kv_cache_config)
+        self._reset_in_this_step = False
+        self._engine = Engine(config, vllm_config, kv_cache_config, identity.engine_hash_seed())
+        with building(self._engine):
+            super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            _mention_failure_policy(vllm_config)
+
+    @property
+    def _scheduler_half(self) -> SchedulerHalf:
+        half = self.scheduler.manager
+        assert isinstance(half, SchedulerHalf)
+        return half
+
+    @property
+    def _worker_half(self) -> WorkerHalf:
+        assert self.connector_worker is not None
+        half = self.connector_worker.worker
+        assert isinstance(half, WorkerHalf), "asked before the KV cache was registered"
+        return half
+
+    # ---- the worker's process
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        layer_names = self._engine.kv_cache_config.kv_cache_groups[0].layer_names
+        self._engine.namespace = identity.namespace_document(
+            self._engine.vllm_config,
+            self._engine.kv_cache_config,
+            kv_caches=kv_caches,
+            attention_backend=identity.attention_backend(self._engine.vllm_config, layer_names),
+            tp_lcm_size=TP_LCM_SIZE,
+        )
+        super().register_kv_caches(kv_caches)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker_half.take_unloaded_blocks()
+
+    def build_connector_worker_meta(self) -> WorkerOutcomes | None:
+        if self.connector_worker is None:
+            return None
+        ended = super().build_connector_worker_meta()
+        failed = self._worker_half.take_failed()
+        if ended is None:
+            assert not failed, f"jobs {sorted(failed)} failed without having ended"
+            return None
+        return WorkerOutcomes(ended.completed_jobs, ended.transfer_stats, failed)
+
+    # ---- the scheduler's process
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler_half.register(
+            request.request_id,
+            salt=request.cache_salt,
+            has_lora=request.lora_request is not None,
+            prompt_tokens=request.num_tokens,
+            hashes=request.block_hashes,
+        )
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._scheduler_half.begin_lookup(request.request_id, num_computed_tokens)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        bound = super()._max_loadable_tokens(request, num_computed_tokens)
+        assert self._engine.vllm_config.kv_transfer_config is not None
+        return bound if self._engine.vllm_config.kv_transfer_config.is_kv_consumer else 0
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._reset_in_this_step = False
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, OffloadingConnectorMetadata)
+        self._scheduler_half.track(metadata)
+        self._scheduler_half.flush()
+        return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        outcomes = connector_output.kv_connector_worker_meta
+        if isinstance(outcomes, WorkerOutcomes):
+            # First: the base class tells the other half of ends, but not of failures, and forgets jobs at a reset.
+            self._scheduler_half.finish(outcomes.completed_jobs, outcomes.failed_chunks)
+        super().update_connector_output(connector_output)
+        self._scheduler_half.flush()
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler_half.finishing(request.request_id)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler_half.finishing(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def reset_cache(self) -> bool | None:
+        if self._reset_in_this_step:
+            # The base class asserts that no flush waits, but its last reset left one; it has nothing else to forget.
+            self._scheduler_half.reset_cache()
+            return True
+        self._reset_in_this_step = True
+        return super().reset_cache()
+
+    # ---- the front end's process, where nothing was constructed
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        _read_config(vllm_config)
+        return super().build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _read_config(vllm_config: VllmConfig) -> ConnectorConfig:
+    """Parse our part of the configuration and write into it what the base class reads there."""
+    assert vllm_config.kv_transfer_config is not None
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    config = ConnectorConfig.parse(extra)
+    extra.update(config.for_base_class())
+    return config
+
+
+def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """ValueError for an engine that this version cannot serve, before anything is built."""
+    parallel = vllm_config.parallel_config
+    if parallel.world_size != 1:
+        raise ValueError(
+            f"KVStoreConnector serves engines of one rank for now, and this one has world_size={parallel.world_size} "
+            f"(tensor_parallel_size={parallel.tensor_parallel_size}, "
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}): start it with both at 1, or without "
+            "--kv-transfer-config"
+        )
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+        raise ValueError(
+            f"KVStoreConnector serves models with one KV cache group for now, and this one has {len(groups)} "
+            f"({kinds}): start the engine without --kv-transfer-config, or, where the model allows it, with "
+            "--disable-hybrid-kv-cache-manager"
+        )
+    spec = groups[0].kv_cache_spec
+    if not isinstance(spec, AttentionSpec | UniformTypeKVCacheSpecs):
+        raise ValueError(
+            f"KVStoreConnector serves attention KV caches for now, and this model keeps {type(spec).__name__}: start "
+            "the engine without --kv-transfer-config"
+        )
+    if current_platform.device_type != "cpu":
+        raise ValueError(
+            f"KVStoreConnector copies from the memory of vLLM's CPU platform for now, and this engine runs on "
+            f"{current_platform.device_type}: start it without --kv-transfer-config"
+        )
+
+
+def _mention_failure_policy(vllm_config: VllmConfig) -> None:
+    assert vllm_config.kv_transfer_config is not None
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        logger.warning(
+            "kvstore: kv_load_failure_policy is %r (vLLM's default is 'fail'): a request whose chunk was evicted "
+            "before it was read ends with an error. With 'recompute' its tokens are recomputed instead",
+            policy,
+        )

@@ -1,0 +1,588 @@
+"""The scheduler half: which chunks of a request are loaded and stored, and what becomes of every slot it was given.
+
+One thread, the engine's scheduler, calls everything here; only `Link.current` and the fields of `Steps` change beside
+it. Nothing waits: a lookup reads the shared table, everything else is queued on `Steps`, whose sender thread makes one
+message a step of it.
+
+vLLM tells a manager nothing of failures and forgets its jobs in `reset_cache`, so the table of jobs here is our own: a
+slot enters it when a job is prepared and leaves it when every rank has reported, as a commit, an abort or a release.
+A job belongs to the attachment (daemon instance) it was prepared with; when that daemon dies its `Steps` drops what is
+sent to it, and the job simply ends. When this process dies the daemon gives its slots back once the whole group has
+ended.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_block_hash,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from connector import metrics
+from connector.link import Link
+from connector.messages import ChunkSpec
+from kvstore._native import CPU, MISS, class_bytes
+from kvstore.limits import GRANTS_PER_GROUP_MIN, HEARTBEAT_STALE_MS
+from kvstore.session import Session
+from kvstore.steps import Outcome, Steps
+
+logger = logging.getLogger("vllm.connector.scheduler")
+
+DEFERRALS_MAX = 2  # how often a request's store may wait a step for grants
+GRANTS_RETRY_S = 0.1  # a full tier is not asked again in every step
+NOWHERE = (0, 2**64 - 1)  # a place whose generation no slot ever has: its load fails
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attached:
+    """The scheduler half's end of one attachment."""
+
+    session: Session
+    steps: Steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """How an engine cuts requests into chunks."""
+
+    tokens_per_chunk: int
+    hashes_per_chunk: int
+    blocks_per_chunk: int
+    ranks: int
+    names_parents: bool  # False for groups that are read from the tail (sliding window)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What this engine may do with the store."""
+
+    loads: bool
+    stores: bool
+    stores_answers: bool  # chunks that hold generated tokens too
+    require_cache_salt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The engine's hash of fixed tokens, and whether the engine really hashes as it said at construction."""
+
+    engine_family: str
+    hash_algorithm: str
+    value: bytes
+    effective_seed_problem: Callable[[], str | None]  # asked at the first request; vLLM knows it no earlier
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one lookup found, and in which daemon's table."""
+
+    attached: Attached | None
+    chunks: Mapping[bytes, tuple[int, int]]  # key -> (slot, generation), cpu tier
+
+
+NOTHING_FOUND = Found(None, {})
+_FULL = (Outcome.REJECTED_TIER_FULL, Outcome.REJECTED_QUOTA, Outcome.REJECTED_TIER_SICK)
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """What vLLM's context of a request does not carry. Jobs keep it: they may outlive the request, and ids repeat."""
+
+    req_id: str
+    salt: str | None = field(repr=False)
+    served: bool  # False: neither stored nor loaded
+    hashes: Sequence[bytes] = field(repr=False)  # vLLM's own list; grows as tokens are generated
+    prompt_chunks: int
+    finished: bool = False
+    lookup_from: int = 0  # first chunk that vLLM asks about
+    found: Found | None = None  # None: to be looked up when vLLM asks
+    misses_told: bool = False
+    barred: set[bytes] = field(default_factory=set)  # keys whose load failed: not tried again
+    refused_from: int | None = None  # first chunk of the chain that could not be stored; nothing after it is
+    deferrals: int = 0
+    grants_expected: int = 0
+    known_present: bool = False  # some of the chain is in the store
+    tenant_of: tuple[Attached, bytes] | None = field(default=None, repr=False)
+
+    def chunk_keys(self, geometry: Geometry, first: int, end: int | None = None) -> list[bytes]:
+        """A chunk's key is the hash of its last tokens."""
+        each = geometry.hashes_per_chunk
+        return list(self.hashes[(first + 1) * each - 1 : None if end is None else end * each : each])
+
+    def tenant(self, attached: Attached) -> bytes:
+        if self.tenant_of is None or self.tenant_of[0] is not attached:
+            self.tenant_of = (attached, attached.session.tenant_id(self.salt))
+        return self.tenant_of[1]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Slots in use: leased for a load, or granted for a store."""
+
+    is_store: bool
+    attached: Attached
+    record: RequestRecord
+    spec: ChunkSpec
+    tenant: bytes
+    keys: list[bytes]
+    parents: list[bytes]  # store: the key before each in the prompt, or b""
+    first_chunk: int  # of the chain
+    ranks_pending: int
+    failed: set[int] = field(default_factory=set)
+    stale: bool = False  # the cache was reset meanwhile: the weights may have changed since its bytes were computed
+
+
+class SchedulerHalf(OffloadingManager):
+    """vLLM's OffloadingManager over the shared table and one daemon's message stream."""
+
+    def __init__(
+        self,
+        link: Link[Attached],
+        geometry: Geometry,
+        rules: Rules,
+        probe: Probe,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link = link
+        self._geometry = geometry
+        self._rules = rules
+        self._probe = probe
+        self._clock = clock
+        self._introduced: Attached | None = None  # the attachment that knows the probe
+        self._seed_checked = False
+        self._shut_out = ""  # why this engine may not use the store at all
+        self._records: dict[str, RequestRecord] = {}  # by request id, until vLLM says it finished
+        self._tickets = itertools.count(1)
+        self._prepared: dict[int, Job] = {}  # by ticket: not yet in a message to the workers
+        self._jobs: dict[int, Job] = {}  # by vLLM's job id: with the workers
+        self._storing: dict[tuple[bytes, bytes], Job] = {}  # (tenant, key) -> the store that writes it
+        self._expected = 0  # sum of the records' grants_expected
+        self._grants_asked_at = -GRANTS_RETRY_S
+        self._reset = False  # the cache was reset once: namespaces of before are out of reach for good
+        self._retired: set[bytes] = set()
+        self._moved: Attached | None = None  # the attachment that was told of the last reset
+        self._counts: dict[str, int] = {}
+        self._said: set[str] = set()
+
+    # ---- requests
+
+    def register(
+        self, req_id: str, *, salt: str | None, has_lora: bool, prompt_tokens: int, hashes: Sequence[bytes]
+    ) -> None:
+        """A request arrived; `hashes` is the list that vLLM extends. Called before vLLM's own `on_new_request`."""
+        self._check_seed()
+        salt = salt or None  # vLLM hashes an empty salt as none
+        attached = self._link.current
+        salt_required = self._rules.require_cache_salt or (attached is not None and attached.session.require_cache_salt)
+        if has_lora:
+            self._say(
+                "kvstore: requests with a LoRA adapter are neither stored nor loaded: vLLM's keys name the adapter, "
+                "not its content"
+            )
+        record = RequestRecord(
+            req_id=req_id,
+            salt=salt,
+            served=not has_lora and (salt is not None or not salt_required),
+            hashes=hashes,
+            prompt_chunks=prompt_tokens // self._geometry.tokens_per_chunk,
+        )
+        previous = self._records.get(req_id)
+        if previous is not None:
+            self._forget(previous)
+        self._records[req_id] = record
+        if record.served and self._rules.stores:
+            self._expect(record, record.prompt_chunks)
+        attached = self._usable()
+        if attached is not None:
+            self._fetch_grants(attached)
+            attached.steps.flush()  # so that the grants are here when the first chunks are computed
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        record = self._records.get(req_context.req_id)
+        if record is not None:
+            req_context.set_state(record)
+        # Every chunk of the prompt is then offered to `prepare_store`, also those the GPU had: the only sign of life of
+        # a prefix that is hot there, and what mends holes.
+        return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
+
+    def finishing(self, req_id: str) -> None:
+        """The request has ended; one last offer to store may follow."""
+        record = self._records.get(req_id)
+        if record is not None:
+            record.finished = True
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        record = req_context.get_state(RequestRecord)
+        if record is not None:
+            record.finished = True
+            self._forget(record)
+
+    def _forget(self, record: RequestRecord) -> None:
+        self._expect(record, 0)
+        if self._records.get(record.req_id) is record:
+            del self._records[record.req_id]
+
+    # ---- loads
+
+    def begin_lookup(self, req_id: str, computed_tokens: int) -> None:
+        """vLLM is about to ask about this request, keys from the chunk on that holds token `computed_tokens`. It asks
+        again in every step until the request has blocks, each time of the table as it is then."""
+        record = self._records.get(req_id)
+        if record is not None:
+            record.found = None
+            record.lookup_from = computed_tokens // self._geometry.tokens_per_chunk
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        record = req_context.get_state(RequestRecord)
+        if record is None:
+            return LookupResult.MISS
+        if record.found is None:  # not before vLLM asks: a request that skips the cache asks nothing
+            record.found = self._look_up(record)
+        return LookupResult.HIT if get_offload_block_hash(key) in record.found.chunks else LookupResult.MISS
+
+    def _look_up(self, record: RequestRecord) -> Found:
+        attached = self._usable()
+        if attached is None or not record.served or not self._rules.loads:
+            return NOTHING_FOUND
+        keys = record.chunk_keys(self._geometry, record.lookup_from)
+        codes, slots, generations = attached.session.table.lookup(
+            attached.steps.group.namespace_id, record.tenant(attached), keys
+        )
+        if not record.misses_told:
+            record.misses_told = True
+            missing = codes.count(MISS)
+            attached.steps.miss(missing)
+            if self._rules.stores:
+                self._expect(record, missing)
+        chunks = {
+            key: (slot, generation)
+            for key, code, slot, generation in zip(keys, codes, slots.tolist(), generations.tolist(), strict=True)
+            if code == CPU and key not in record.barred
+        }
+        return Found(attached, chunks)
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:  # noqa: ARG002
+        return CacheHitSource.HOST
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkSpec:
+        record = req_context.get_state(RequestRecord)
+        assert record is not None, f"a load for request {req_context.req_id} that never arrived"
+        found = record.found
+        assert found is not None, f"a load for request {req_context.req_id} without a lookup"
+        assert found.attached is not None, f"a load for request {req_context.req_id} without a hit"
+        chunk_keys = [get_offload_block_hash(key) for key in keys]
+        # vLLM loads what it asked about and was told to be there, but for a window it may round outwards.
+        places = [found.chunks.get(key, NOWHERE) for key in chunk_keys]
+        for place in places:
+            if place != NOWHERE:
+                found.attached.steps.lease(*place)
+        record.known_present = True
+        return self._prepare(found.attached, record, chunk_keys, places, is_store=False).spec
+
+    # ---- stores
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Of the chunks offered: those to store now. Anything but None means that vLLM does not offer the others again
+        for this request, so the chain ends at the first one refused."""
+        record = req_context.get_state(RequestRecord)
+        attached = self._usable()
+        if record is None or not record.served or not self._rules.stores or not keys:
+            return _store_nothing()
+        positions = [self._position(key, req_context) for key in keys]
+        assert positions == sorted(positions), f"chunks offered out of order: {positions}"
+        if attached is None:
+            self._refuse(record, positions[0], len(positions))
+            return _store_nothing()
+        tenant = record.tenant(attached)
+        namespace = attached.steps.group.namespace_id
+        chunk_keys = [get_offload_block_hash(key) for key in keys]
+        codes, _, _ = attached.session.table.lookup(namespace, tenant, chunk_keys)
+        present, wanted = [], []
+        for offered in zip(positions, keys, chunk_keys, codes, strict=True):
+            position, _, chunk_key, code = offered
+            if code != MISS:
+                present.append(chunk_key)
+            elif record.refused_from is not None and position >= record.refused_from:
+                self._count(metrics.REFUSED_STORES, 1)
+            elif (tenant, chunk_key) not in self._storing:
+                wanted.append(offered)
+        grants = self._take_grants(attached, len(wanted))
+        if wanted and not grants and self._may_defer(record, attached):
+            record.deferrals += 1
+            self._expect(record, max(record.grants_expected, len(wanted)))
+            return None
+        self._touch(record, attached, tenant, present, positions[-1])
+        if len(grants) < len(wanted):
+            self._refuse(record, wanted[len(grants)][0], len(wanted) - len(grants))
+            wanted = wanted[: len(grants)]
+        else:
+            prompt = min(record.grants_expected, max(0, record.prompt_chunks - positions[-1] - 1))
+            answer = 1 if self._rules.stores_answers and not record.finished else 0
+            self._expect(record, prompt + answer)
+        if not wanted:
+            return _store_nothing()
+        job = self._prepare(attached, record, [chunk_key for _, _, chunk_key, _ in wanted], grants, is_store=True)
+        job.first_chunk = wanted[0][0]
+        job.parents = [self._parent(record, position) for position, _, _, _ in wanted]
+        for chunk_key in job.keys:
+            self._storing[tenant, chunk_key] = job
+        return PrepareStoreOutput([key for _, key, _, _ in wanted], job.spec, evicted_keys=[])
+
+    def _position(self, key: OffloadKey, req_context: ReqContext) -> int:
+        end_token = req_context.get_offload_key_position(key)
+        assert end_token is not None, f"a chunk offered without its place in request {req_context.req_id}"
+        return end_token // self._geometry.tokens_per_chunk - 1
+
+    def _parent(self, record: RequestRecord, position: int) -> bytes:
+        if position == 0 or not self._geometry.names_parents:
+            return b""
+        return record.chunk_keys(self._geometry, position - 1, position)[0]
+
+    def _touch(self, record: RequestRecord, attached: Attached, tenant: bytes, present: list[bytes], last: int) -> None:
+        """Each offer keeps what it found young; the one that completes the prompt the whole chain, so that no parent is
+        older than its child."""
+        record.known_present |= bool(present)
+        if record.known_present and last + 1 == record.prompt_chunks:
+            attached.steps.touch(tenant, record.chunk_keys(self._geometry, 0, last + 1))
+        elif present:
+            attached.steps.touch(tenant, present)
+
+    def _refuse(self, record: RequestRecord, position: int, count: int) -> None:
+        if record.refused_from is None or position < record.refused_from:
+            record.refused_from = position
+        self._count(metrics.REFUSED_STORES, count)
+        self._expect(record, 0)
+
+    # ---- grants
+
+    def _take_grants(self, attached: Attached, count: int) -> list[tuple[int, int]]:
+        if count == 0 or attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+            return []  # a daemon that does not run could not be told that the store ended
+        return attached.steps.take_grants(count)
+
+    def _may_defer(self, record: RequestRecord, attached: Attached) -> bool:
+        """A finished request gets no further offer, and a daemon that has no more to give will not have more next
+        step."""
+        hopeless = attached.steps.grants_coming == 0 and attached.steps.grants_short in _FULL
+        stale = attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS
+        return not record.finished and not hopeless and not stale and record.deferrals < DEFERRALS_MAX
+
+    def _expect(self, record: RequestRecord, grants: int) -> None:
+        self._expected += grants - record.grants_expected
+        record.grants_expected = grants
+
+    def _fetch_grants(self, attached: Attached) -> None:
+        """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
+        steps, table = attached.steps, attached.session.table
+        bound = max(GRANTS_PER_GROUP_MIN, table.arena_bytes // 100 // class_bytes(steps.group.chunk_bytes))
+        writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
+        target = min(self._expected, bound - writing)
+        # A step of the engine may take longer than a slot may lie idle; what is too much may still go back.
+        missing = target - steps.grants_free - steps.grants_coming
+        steps.keep_grants(target > 0 and missing >= 0)
+        if missing <= 0 or table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+            return
+        now = self._clock()
+        if steps.grants_short in _FULL and now - self._grants_asked_at < GRANTS_RETRY_S:
+            return
+        self._grants_asked_at = now
+        steps.want_grants(missing)
+
+    # ---- jobs
+
+    def _prepare(
+        self,
+        attached: Attached,
+        record: RequestRecord,
+        keys: list[bytes],
+        places: list[tuple[int, int]],
+        *,
+        is_store: bool,
+    ) -> Job:
+        ticket = next(self._tickets)
+        spec = ChunkSpec(
+            ticket,
+            attached.session.instance_id,
+            np.array([slot for slot, _ in places], np.uint32),
+            np.array([generation for _, generation in places], np.uint64),
+        )
+        job = Job(
+            is_store=is_store,
+            attached=attached,
+            record=record,
+            spec=spec,
+            tenant=record.tenant(attached),
+            keys=keys,
+            parents=[],
+            first_chunk=0,
+            ranks_pending=self._geometry.ranks,
+        )
+        self._prepared[ticket] = job
+        return job
+
+    def track(self, metadata: OffloadingConnectorMetadata) -> None:
+        """The message to the workers is made: what was prepared now has vLLM's job ids."""
+        for job_id, transfer in metadata.load_jobs.items():
+            assert isinstance(transfer.src_spec, ChunkSpec), f"load {job_id} of another store: {transfer.src_spec!r}"
+            self._jobs[job_id] = self._prepared.pop(transfer.src_spec.ticket)
+        for job_id, transfer in metadata.store_jobs.items():
+            assert isinstance(transfer.dst_spec, ChunkSpec), f"store {job_id} of another store: {transfer.dst_spec!r}"
+            assert isinstance(transfer.src_spec, GPULoadStoreSpec)
+            job = self._jobs[job_id] = self._prepared.pop(transfer.dst_spec.ticket)
+            if not self._writes_every_block(job, transfer.src_spec):
+                job.failed.update(range(len(job.keys)))
+        for job in self._prepared.values():  # vLLM made no job of it after all
+            job.failed.update(range(len(job.keys)))
+            self._settle(job)
+        self._prepared.clear()
+
+    def _writes_every_block(self, job: Job, source: GPULoadStoreSpec) -> bool:
+        """vLLM leaves holes in sliding-window chunks. The bytes of a hole would be the slot's previous owner's."""
+        return (
+            list(source.group_sizes) == [len(job.keys) * self._geometry.blocks_per_chunk]
+            and source.block_indices[0] == job.first_chunk * self._geometry.blocks_per_chunk
+        )
+
+    def finish(self, completed: Mapping[int, int], failed: Mapping[int, Collection[int]]) -> None:
+        """Ranks report the end of jobs: job -> how many ranks, and which of its chunks failed on one of them."""
+        for job_id, ranks in completed.items():
+            job = self._jobs.get(job_id)
+            if job is None:
+                continue
+            job.failed.update(failed.get(job_id, ()))
+            job.ranks_pending -= ranks
+            assert job.ranks_pending >= 0, f"job {job_id}: {-job.ranks_pending} ranks too many reported its end"
+            if job.ranks_pending == 0:
+                del self._jobs[job_id]
+                self._settle(job)
+
+    def _settle(self, job: Job) -> None:
+        """Every rank has ended: each slot gets its commit, abort or release, exactly once."""
+        steps = job.attached.steps
+        places = zip(job.spec.slots.tolist(), job.spec.generations.tolist(), strict=True)
+        if job.is_store:
+            whole = min(job.failed, default=len(job.keys))  # what follows a hole in the chain is no use
+            if job.stale or steps.broken:
+                whole = 0
+            for i, (slot, generation) in enumerate(places):
+                if i < whole:
+                    steps.commit(slot, generation, job.tenant, job.keys[i], job.parents[i])
+                else:
+                    steps.abort(slot, generation)
+                if self._storing.get((job.tenant, job.keys[i])) is job:
+                    del self._storing[job.tenant, job.keys[i]]
+            self._count(metrics.STORED_CHUNKS, whole)
+            self._count(metrics.FAILED_STORES, len(job.failed))
+        else:
+            for i, (slot, generation) in enumerate(places):
+                if (slot, generation) != NOWHERE:
+                    steps.release(slot, generation, loaded=i not in job.failed)
+            job.record.barred.update(job.keys[i] for i in job.failed)
+            self._count(metrics.LOADED_CHUNKS, len(job.keys) - len(job.failed))
+            self._count(metrics.FAILED_LOADS, len(job.failed))
+
+    # ---- the engine's life
+
+    def flush(self) -> None:
+        """End of a step, in either direction: what has been queued goes out without waiting for another one."""
+        attached = self._usable()
+        if attached is not None:
+            self._fetch_grants(attached)
+            attached.steps.flush()
+
+    def has_pending_work(self) -> bool:
+        """vLLM calls nothing any more when this is False: a commit that was not sent would stay."""
+        attached = self._link.current
+        return bool(self._jobs) or (attached is not None and attached.steps.unsent)
+
+    def reset_cache(self) -> None:
+        """The weights may have changed. What is stored stays for other engines, out of this one's reach; running jobs
+        keep their slots until the workers have reported, and are then aborted."""
+        for job in itertools.chain(self._prepared.values(), self._jobs.values()):
+            job.stale = True
+        self._storing.clear()
+        for record in self._records.values():
+            record.found = None
+            record.refused_from = None
+        self._reset, self._moved = True, None
+        self._usable()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        if not self._counts:
+            return None
+        stats = OffloadingConnectorStats()
+        for name, value in self._counts.items():
+            stats.increase_counter(name, value)
+        self._counts.clear()
+        return stats
+
+    def shutdown(self) -> None:
+        self._link.close()
+
+    def _usable(self) -> Attached | None:
+        """The attachment, if chunks may be looked up and stored through it now."""
+        attached = self._link.current
+        if attached is None or self._shut_out:
+            return None
+        if attached.steps.broken:
+            if not attached.session.lost:  # else the link says so
+                self._say(
+                    "kvstore: the daemon refused this engine's messages; serving without the store", logging.ERROR
+                )
+            return None
+        if attached is not self._introduced:
+            self._introduced = attached
+            attached.steps.probe(self._probe.engine_family, self._probe.hash_algorithm, self._probe.value)
+        group = attached.steps.group
+        if group.refused:
+            self._say(
+                f"kvstore: the daemon refused this engine, which neither loads nor stores: {group.refused}",
+                logging.ERROR,
+            )
+            return None
+        if not group.complete:
+            return None
+        if self._reset and attached is not self._moved:  # only now: a group without workers has nothing to leave
+            self._moved = attached
+            self._retired.add(group.namespace_id)
+            attached.steps.fresh_namespace()
+            attached.steps.flush()
+        return None if group.namespace_id in self._retired else attached
+
+    def _check_seed(self) -> None:
+        if self._seed_checked:
+            return
+        self._seed_checked = True
+        problem = self._probe.effective_seed_problem()
+        if problem is not None:
+            self._shut_out = problem
+            self._say(f"kvstore: {problem}. This engine neither loads nor stores", logging.ERROR)
+
+    def _count(self, name: str, value: int) -> None:
+        if value:
+            self._counts[name] = self._counts.get(name, 0) + value
+
+    def _say(self, message: str, level: int = logging.WARNING) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.log(level, message)
+
+
+def _store_nothing() -> PrepareStoreOutput:
+    return PrepareStoreOutput([], ChunkSpec(0, b"", np.empty(0, np.uint32), np.empty(0, np.uint64)), evicted_keys=[])

@@ -1,0 +1,147 @@
+"""vLLM's OffloadingSpec: the one place where both halves are put together.
+
+vLLM builds a spec from a class name and hands it only what fits its own offloading; the rest comes from the connector
+that is being built (`building`). Without one the spec refuses: under vLLM's stock OffloadingConnector a failed load
+could not be reported, and its bytes would be used.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingCounterMetadata,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from connector import identity, metrics
+from connector.config import ConnectorConfig
+from connector.link import Link
+from connector.scheduler import Attached, Geometry, Probe, Rules, SchedulerHalf
+from connector.transfer import HostTransfer, Mapped
+from connector.worker import WorkerHalf, layout_of
+from kvstore.session import Attachment, Role, Session
+from kvstore.steps import Steps
+
+
+@dataclass(slots=True)
+class Engine:
+    """What the connector under construction knows and vLLM does not pass on."""
+
+    config: ConnectorConfig
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    hash_seed: str
+    namespace: Mapping[str, object] = field(default_factory=dict)  # worker: known when the KV cache is registered
+
+    @property
+    def group(self) -> str:
+        """Equal in all processes of this engine and in no other: users may give two engines one engine_id."""
+        transfer = self.vllm_config.kv_transfer_config
+        assert transfer is not None
+        return f"{transfer.engine_id}"[:64] + f".{self.vllm_config.instance_id}"
+
+
+_building: ContextVar[Engine | None] = ContextVar("kvstore_engine_being_built", default=None)
+
+
+@contextmanager
+def building(engine: Engine) -> Iterator[None]:
+    token = _building.set(engine)
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
+class KVStoreSpec(OffloadingSpec):
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        engine = _building.get()
+        if engine is None:
+            raise ValueError(
+                "the kvstore spec works only with its own connector: vLLM's OffloadingConnector cannot report a failed "
+                'load. Start with --kv-transfer-config \'{"kv_connector": "KVStoreConnector", '
+                '"kv_connector_module_path": "connector", ...}\' and leave spec_name and spec_module_path out'
+            )
+        self._engine = engine
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
+        return {name: OffloadingCounterMetadata(documentation=text) for name, text in metrics.COUNTERS.items()}
+
+    def get_manager(self) -> SchedulerHalf:
+        engine = self._engine
+        transfer = engine.vllm_config.kv_transfer_config
+        assert transfer is not None
+        algorithm = engine.vllm_config.cache_config.prefix_caching_hash_algo
+        tokens_per_chunk = self.tokens_per_block[0] * self.blocks_per_chunk
+        group_spec = engine.kv_cache_config.kv_cache_groups[self.config.groups[0].group_id].kv_cache_spec
+        link = Link(
+            engine.config.endpoint,
+            Attachment(
+                role=Role.SCHEDULER,
+                hash_seed=engine.hash_seed,
+                group=engine.group,
+                world_size=self.config.parallel.world_size,
+            ),
+            on_attached=lambda session: Attached(session, Steps(session)),
+            on_detached=lambda attached: attached.steps.close(),
+        )
+        link.start()
+        return SchedulerHalf(
+            link,
+            Geometry(
+                tokens_per_chunk=tokens_per_chunk,
+                hashes_per_chunk=tokens_per_chunk // self.tokens_per_hash,
+                blocks_per_chunk=self.blocks_per_chunk,
+                ranks=self.config.parallel.world_size,
+                names_parents=not isinstance(group_spec, SlidingWindowSpec),
+            ),
+            Rules(
+                loads=transfer.is_kv_consumer,
+                stores=transfer.is_kv_producer,
+                stores_answers=not engine.config.offload_prompt_only,
+                require_cache_salt=engine.config.require_cache_salt,
+            ),
+            Probe(
+                identity.ENGINE_FAMILY,
+                algorithm,
+                identity.probe_value(algorithm, engine.hash_seed),
+                lambda: identity.effective_seed_problem(algorithm, engine.hash_seed),
+            ),
+        )
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> WorkerHalf:
+        engine = self._engine
+        layout, regions = layout_of(kv_caches, self.blocks_per_chunk)
+        transfer = HostTransfer(layout, regions)
+
+        def map_arena(session: Session) -> Mapped:
+            return transfer.map(session.instance_id, session.table, session.arena)
+
+        link = Link(
+            engine.config.endpoint,
+            Attachment(
+                role=Role.WORKER,
+                hash_seed=engine.hash_seed,
+                group=engine.group,
+                rank=self.config.parallel.rank,
+                world_size=self.config.parallel.world_size,
+                namespace=engine.namespace,
+                chunk_bytes=layout.chunk_bytes,
+                range_offset=0,
+                range_bytes=layout.chunk_bytes,
+            ),
+            on_attached=map_arena,
+            on_detached=transfer.unmap,
+        )
+        link.start()
+        return WorkerHalf(link, transfer)

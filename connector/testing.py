@@ -1,0 +1,322 @@
+"""Real engines for tests and the demo: a small model made on the spot, and a vLLM engine in a process of its own.
+
+`python -m connector.testing FD` is that process. It reads requests from the socket FD and answers each before it reads
+the next; the two ends share nothing else. If the starting process dies, the socket closes and the engine stops; if the
+engine dies, the starting process sees its end and raises `EngineDied` with the end of the log.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Self
+
+START_S_MAX = 240.0
+REQUEST_S_MAX = 300.0
+STOP_S_MAX = 60.0
+LOG_TAIL_LINES = 40
+TOKEN_ID_MIN, TOKEN_ID_MAX = 8, 255  # plain bytes of the tokenizer, none of them special
+
+SMALL_MODEL: Mapping[str, object] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+    "max_position_embeddings": 49_152,
+    # With the default of 0.02 such a model repeats one token whatever its KV cache holds, and a comparison of tokens
+    # could not fail.
+    "initializer_range": 0.4,
+}
+
+
+def small_model(cache: Path, *, dtype: str = "float32", seed: int = 0, **changes: object) -> Path:
+    """The folder of a Llama with random weights and a byte tokenizer, made in `cache` unless it is there already."""
+    settings = {**SMALL_MODEL, **changes}
+    name = hashlib.sha256(json.dumps([settings, dtype, seed], sort_keys=True).encode()).hexdigest()[:12]
+    folder = cache / f"llama-{name}"
+    if not folder.exists():
+        scratch = cache / f"llama-{name}.{os.getpid()}"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        _save_model(scratch, settings, dtype, seed)
+        try:
+            scratch.rename(folder)  # whole or not at all
+        except OSError:  # somebody else was faster
+            shutil.rmtree(scratch)
+    return folder
+
+
+def _save_model(folder: Path, settings: dict[str, Any], dtype: str, seed: int) -> None:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(seed)
+    LlamaForCausalLM(LlamaConfig(**settings)).to(getattr(torch, dtype)).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate([*alphabet, "<s>", "</s>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def random_prompt(seed: int, tokens: int) -> list[int]:
+    """Token ids that never repeat a pattern: on a periodic prompt, wrong KV can give the right tokens."""
+    rnd = random.Random(seed)
+    return [rnd.randint(TOKEN_ID_MIN, TOKEN_ID_MAX) for _ in range(tokens)]
+
+
+def transfer_config(endpoint: str, **extra: object) -> dict[str, object]:
+    """`kv_transfer_config` of an engine that uses the store at `endpoint`."""
+    return {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"endpoint": endpoint, **extra},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    tokens: list[int]
+    cached_tokens: int
+    """As the engine says, from its own prefix cache or from the store; it is known before anything was loaded."""
+    ttft_s: float
+
+
+class EngineDied(RuntimeError):
+    """The engine's process ended; the message has the end of its log."""
+
+
+@dataclass
+class Engine:
+    """A vLLM engine in a child process, started on entry and stopped on exit. Not thread-safe.
+
+    `arguments` go to `vllm.LLM`; `transfer` is its kv_transfer_config, None for an engine without the store.
+    """
+
+    model: Path
+    log: Path
+    transfer: Mapping[str, object] | None = None
+    hash_seed: str | None = "0"
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cwd: Path | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Returns when the engine answers. EngineDied when it does not come up."""
+        ours, theirs = socket.socketpair()
+        with self.log.open("wb") as log, theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "connector.testing", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=engine_environment(self.hash_seed, self.environment),
+                cwd=self.cwd,
+                start_new_session=True,  # so that `kill` reaches vLLM's own children too
+            )
+        self._pidfd = os.pidfd_open(self.process.pid)
+        self._connection = Connection(ours.detach())
+        arguments = {"model": str(self.model), "dtype": "float32", "enforce_eager": True, **self.arguments}
+        if self.transfer is not None:
+            arguments["kv_transfer_config"] = dict(self.transfer)
+        try:
+            self._ask("start", arguments, timeout_s=START_S_MAX)
+        except BaseException:
+            self.kill()
+            raise
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 16,
+        salt: str | None = None,
+        kv_transfer_params: Mapping[str, object] | None = None,
+        timeout_s: float = REQUEST_S_MAX,
+    ) -> Completion:
+        """Greedy tokens of one prompt."""
+        request = {"prompt": list(prompt), "max_tokens": max_tokens, "salt": salt, "transfer": kv_transfer_params}
+        [completion] = self._ask("generate", [request], timeout_s=timeout_s)
+        return completion
+
+    def generate_many(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 16) -> list[Completion]:
+        """All at once, in the order given."""
+        requests = [{"prompt": list(p), "max_tokens": max_tokens, "salt": None, "transfer": None} for p in prompts]
+        return self._ask("generate", requests, timeout_s=REQUEST_S_MAX)
+
+    def reset_prefix_cache(self) -> None:
+        """Empties the engine's own cache and leaves the store alone, so that the next request must load."""
+        assert self._ask("reset_prefix_cache", None, timeout_s=REQUEST_S_MAX), "blocks were still in use"
+
+    def metrics(self) -> dict[str, float]:
+        """The engine's Prometheus counters and gauges by sample name, summed over labels. Needs
+        `disable_log_stats=False`."""
+        return self._ask("metrics", None, timeout_s=REQUEST_S_MAX)
+
+    def stop(self) -> None:
+        """As an operator would: the engine shuts down by itself. Idempotent."""
+        if self.process.poll() is None:
+            self._connection.close()
+            try:
+                self.process.wait(STOP_S_MAX)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise EngineDied(f"the engine did not stop within {STOP_S_MAX:.0f} s\n{self.log_tail()}") from None
+        self._end()
+
+    def kill(self) -> None:
+        """SIGKILL to the engine and all its children."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self._end()
+
+    def _end(self) -> None:
+        self._connection.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def log_tail(self) -> str:
+        return "\n".join(self.log_text().splitlines()[-LOG_TAIL_LINES:])
+
+    def _ask(self, operation: str, argument: object, *, timeout_s: float) -> Any:
+        try:
+            self._connection.send((operation, argument))
+            ready = wait([self._connection, self._pidfd], timeout_s)
+            if not ready:
+                raise TimeoutError(f"no answer to {operation} within {timeout_s:.0f} s\n{self.log_tail()}")
+            outcome, value = self._connection.recv()
+        except (EOFError, OSError) as gone:
+            if isinstance(gone, TimeoutError):
+                raise
+            raise EngineDied(f"the engine ended during {operation}\n{self.log_tail()}") from gone
+        if outcome == "error":
+            raise EngineDied(f"{operation}: {value}\n{self.log_tail()}")
+        return value
+
+
+def engine_environment(hash_seed: str | None, changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment, offline and with the KV cache bounded. `hash_seed` None: PYTHONHASHSEED unset."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **changes}
+    if hash_seed is not None:
+        environment["PYTHONHASHSEED"] = hash_seed
+    return environment
+
+
+# ---- the child
+
+
+def _serve(connection: Connection) -> None:
+    llm: Any = None
+    while True:
+        try:
+            operation, argument = connection.recv()
+        except EOFError:
+            break
+        try:
+            if operation == "start":
+                from vllm import LLM
+
+                llm, value = LLM(**argument), None
+            elif operation == "generate":
+                value = _generate(llm, argument)
+            elif operation == "reset_prefix_cache":
+                value = llm.reset_prefix_cache()
+            else:
+                assert operation == "metrics", operation
+                value = _metrics()
+        except Exception as error:
+            connection.send(("error", f"{type(error).__name__}: {error}"))
+        else:
+            connection.send(("ok", value))
+
+
+def _metrics() -> dict[str, float]:
+    from prometheus_client import REGISTRY
+
+    values: dict[str, float] = {}
+    for metric in REGISTRY.collect():
+        for sample in metric.samples:
+            if metric.type in ("counter", "gauge"):
+                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values
+
+
+def _generate(llm: Any, requests: list[dict[str, Any]]) -> list[Completion]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+    started = time.perf_counter()
+    first_s: dict[str, float] = {}
+    finished: dict[str, Any] = {}
+    for i, request in enumerate(requests):
+        prompt = {"prompt_token_ids": request["prompt"]}
+        if request["salt"] is not None:
+            prompt["cache_salt"] = request["salt"]
+        transfer = {"kv_transfer_params": dict(request["transfer"])} if request["transfer"] else None
+        engine.add_request(
+            str(i),
+            prompt,
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=request["max_tokens"],
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.CUMULATIVE,
+                extra_args=transfer,
+            ),
+        )
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.outputs[0].token_ids:
+                first_s.setdefault(output.request_id, time.perf_counter() - started)
+            if output.finished:
+                finished[output.request_id] = output
+    return [
+        Completion(
+            tokens=list(finished[str(i)].outputs[0].token_ids),
+            cached_tokens=finished[str(i)].num_cached_tokens or 0,
+            ttft_s=first_s[str(i)],
+        )
+        for i in range(len(requests))
+    ]
+
+
+if __name__ == "__main__":
+    # Pickles name this module by where it was imported from, so both ends must know it by the same name.
+    from connector.testing import _serve as serve
+
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    serve(Connection(descriptor))

@@ -1,0 +1,140 @@
+"""The worker half: runs the jobs that the scheduler half prepared, and says truthfully how each one ended.
+
+The engine's thread calls everything here; the link's thread maps and unmaps the arena. A job is submitted under the
+link's lock, after its instance was compared with the mapped one, so that no copy is queued into memory that is being
+unmapped or into another daemon's slots.
+
+vLLM asserts that every submit returns True and that every result is a success. So they always say that, and the real
+outcome goes two other ways: `take_failed` into our own message to the scheduler half, and, for loads,
+`take_unloaded_blocks` to vLLM, which recomputes from the first such block on. Both in the pass that reports the job.
+"""
+
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from connector.layout import ChunkLayout, LayerPages
+from connector.link import Link
+from connector.messages import ChunkSpec
+from connector.transfer import HostTransfer, Mapped, Region
+
+logger = logging.getLogger("vllm.connector.worker")
+
+WAIT_REPORT_S = 5.0
+
+
+@dataclass(slots=True)
+class Running:
+    is_load: bool
+    chunk_count: int
+    first_block: int  # of the request
+    block_ids: NDArray[np.int32] = field(repr=False)
+
+
+class WorkerHalf(OffloadingWorker):
+    def __init__(self, link: Link[Mapped], transfer: HostTransfer) -> None:
+        self._link = link
+        self._transfer = transfer
+        self._running: dict[int, Running] = {}
+        self._refused: list[int] = []  # jobs that ended without a copy, not yet reported
+        self._failed: dict[int, set[int]] = {}  # reported, not yet taken
+        self._unloaded_blocks: set[int] = set()
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        self._submit(job_id, dst_spec, src_spec, is_load=False)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        self._submit(job_id, src_spec, dst_spec, is_load=True)
+        return True
+
+    def _submit(self, job_id: int, chunks: LoadStoreSpec, blocks: GPULoadStoreSpec, *, is_load: bool) -> None:
+        assert isinstance(chunks, ChunkSpec), f"job {job_id} of another store: {chunks!r}"
+        job = Running(is_load, len(chunks.slots), blocks.block_indices[0], blocks.block_ids)
+        self._running[job_id] = job
+        copy = self._transfer.load if is_load else self._transfer.store
+        try:
+            with self._link.lock:
+                mapped = self._link.current
+                if mapped is not None and mapped.instance_id == chunks.instance_id:
+                    copy(job_id, mapped, chunks, block_ids=job.block_ids, first_block=job.first_block)
+                    return
+            logger.warning("kvstore: job %d is for a daemon that has gone; failed without copying", job_id)
+        except Exception:  # a border: the engine must live, and the job must end
+            logger.exception("kvstore: job %d could not be started; failed without copying", job_id)
+        self._refused.append(job_id)
+
+    def get_finished(self) -> list[TransferResult]:
+        results = []
+        for job_id in self._refused:
+            self._end(job_id, set(range(self._running[job_id].chunk_count)))
+            results.append(TransferResult(job_id, success=True))
+        self._refused.clear()
+        for finished in self._transfer.finished():
+            self._end(finished.job, set(finished.failed))
+            results.append(
+                TransferResult(
+                    finished.job, success=True, transfer_size=finished.nbytes, transfer_time=finished.seconds
+                )
+            )
+        return results
+
+    def _end(self, job_id: int, failed: set[int]) -> None:
+        job = self._running.pop(job_id)
+        if not failed:
+            return
+        self._failed[job_id] = failed
+        if job.is_load:
+            per_chunk = self._transfer.layout.blocks_per_chunk
+            skipped = job.first_block % per_chunk
+            first_bad = max(0, min(failed) * per_chunk - skipped)
+            self._unloaded_blocks.update(job.block_ids[first_bad:].tolist())
+
+    def take_failed(self) -> dict[int, set[int]]:
+        """Per job reported since the last call: the positions of its chunks that failed."""
+        failed, self._failed = self._failed, {}
+        return failed
+
+    def take_unloaded_blocks(self) -> set[int]:
+        """Device blocks of failed loads reported since the last call, with all that follow them in the request."""
+        blocks, self._unloaded_blocks = self._unloaded_blocks, set()
+        return blocks
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Returns when no copy of these jobs runs any more; the blocks are then somebody else's. A host copy always
+        ends."""
+        while not self._transfer.wait(job_ids, WAIT_REPORT_S):
+            logger.warning("kvstore: still waiting for copies of %d jobs to end", len(job_ids))
+
+    def shutdown(self) -> None:
+        self._link.close()  # takes the arena away first: the last copy ends before the session does
+        self._transfer.close()
+
+
+def layout_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> tuple[ChunkLayout, list[Region]]:
+    """The layout of the only KV cache group, and the engine's memory. Holds for one rank, where a canonical page is
+    the rank's own page."""
+    (refs,) = kv_caches.group_data_refs
+    layers, storages = [], {}
+    for ref in refs:
+        tensor = kv_caches.tensors[ref.tensor_idx].tensor
+        assert tensor.device.type == "cpu", f"KV cache on {tensor.device}"
+        assert tensor.element_size() == 1, f"KV cache as {tensor.dtype}"
+        mapping = ref.mapping
+        assert mapping is None or mapping.canonical_page_size_bytes == ref.page_size_bytes, (
+            f"a canonical page of {mapping.canonical_page_size_bytes} bytes from pages of {ref.page_size_bytes}"
+        )
+        layers.append(LayerPages(tensor.data_ptr(), tensor.stride(0), ref.page_size_bytes))
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = Region(storage.data_ptr(), storage.nbytes())
+    block_count = kv_caches.tensors[refs[0].tensor_idx].tensor.shape[0]
+    return ChunkLayout(layers, blocks_per_chunk=blocks_per_chunk, block_count=block_count), list(storages.values())

@@ -1,0 +1,326 @@
+"""An engine without a model: vLLM's real scheduler, the real connector, both halves, and real memory for bytes.
+
+Only the forward pass, the copy threads and the daemon are pretended. A page of the KV cache holds a pattern made from
+its block's hash, so whoever reads it can tell whether it is right: `step` checks every page that a forward pass would
+read, and every chunk that is committed. Weights have a version, which is in the pattern too.
+"""
+
+import functools
+import hashlib
+import tempfile
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from connector.layout import ChunkLayout, LayerPages
+from connector.scheduler import Attached
+from connector.transfer import HostTransfer, Mapped, Region
+from connector.worker import WorkerHalf
+from tests.unit.connector_fakes import FakeCopier, FakeDaemon, FakeLink, FakeSession, FakeSteps
+
+BLOCK_TOKENS = 4
+PAGE_BYTES = 32
+LAYERS = 2
+SLOT_BYTES = 4096
+POISON = 0xA5
+SEED = "0"
+
+
+@functools.cache
+def model_config() -> ModelConfig:
+    from transformers import LlamaConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaConfig(
+            vocab_size=512,
+            hidden_size=64,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=64,
+            max_position_embeddings=512,
+            architectures=["LlamaForCausalLM"],
+        ).save_pretrained(folder)
+        return ModelConfig(model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=512)
+
+
+def vllm_config(extra: dict[str, object] | None = None, **transfer: object) -> VllmConfig:
+    return VllmConfig(
+        model_config=model_config(),
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=4, max_num_batched_tokens=24, max_model_len=512, is_encoder_decoder=False
+        ),
+        kv_transfer_config=KVTransferConfig(
+            **{
+                "kv_connector": "KVStoreConnector",
+                "kv_connector_module_path": "connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"endpoint": "unix:///nowhere/kvstore.sock", **(extra or {})},
+                **transfer,
+            }
+        ),
+    )
+
+
+def kv_cache_config(blocks: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    return KVCacheConfig(
+        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer.0", "layer.1"], spec)]
+    )
+
+
+class PretendEngine:
+    """`daemon`: what it is attached to, or None. `copier`: run by the caller, or by vLLM's waits."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 40,
+        blocks_per_chunk: int = 2,
+        slots: int = 64,
+        extra: dict[str, object] | None = None,
+        prefix_caching: bool = True,
+        **transfer: object,
+    ) -> None:
+        self.slots = slots
+        self.blocks_per_chunk = blocks_per_chunk
+        config = vllm_config({"blocks_per_chunk": blocks_per_chunk, **(extra or {})}, **transfer)
+        config.cache_config.enable_prefix_caching = prefix_caching
+        config.cache_config.num_gpu_blocks = blocks
+        kv_config = kv_cache_config(blocks)
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=kv_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+            log_stats=True,
+        )
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self.connector = self.scheduler.connector
+        self.half = self.connector._scheduler_half
+        self.link, self.worker_link = FakeLink(), FakeLink()
+        self.half._link.close()
+        self.half._link = self.link
+
+        self.memory = np.zeros((blocks, LAYERS, PAGE_BYTES), np.uint8)
+        base = self.memory.ctypes.data
+        layers = [LayerPages(base + i * PAGE_BYTES, LAYERS * PAGE_BYTES, PAGE_BYTES) for i in range(LAYERS)]
+        layout = ChunkLayout(layers, blocks_per_chunk=blocks_per_chunk, block_count=blocks)
+        self.chunk_bytes = layout.chunk_bytes
+        self.copier = FakeCopier()
+        self.transfer = HostTransfer(layout, [Region(base, self.memory.nbytes)], copier=self.copier)
+        self.worker = OffloadingConnectorWorker(SimpleNamespace(replicated_layout=False), config, kv_config)
+        self.worker.worker = WorkerHalf(self.worker_link, self.transfer)
+
+        self.failed = False
+        self.weights = 0
+        self.before: dict[bytes, bytes] = {}  # block hash -> the one before it
+        self.requests: dict[str, Request] = {}
+        self.prompts: dict[str, int] = {}
+        self.stats: dict[str, float] = {}
+        self._watch_stats()
+        self.daemon: FakeDaemon | None = None
+        self.start_daemon()
+
+    # ---- the daemon
+
+    def start_daemon(self, name: str = "i", **options: object) -> FakeDaemon:
+        self.stop_daemon()
+        self.arena = np.zeros((self.slots, SLOT_BYTES), np.uint8)
+        daemon = FakeDaemon(
+            slots=self.slots, chunk_bytes=self.chunk_bytes, instance_id=name.encode().ljust(16, b"."), **options
+        )
+        daemon.on_grant = self._poison
+        daemon.on_commit = self._check_commit
+        self.daemon = daemon
+        session = FakeSession(daemon)
+        arena = SimpleNamespace(address=self.arena.ctypes.data, nbytes=self.arena.nbytes)
+        self.worker_link.current = self.transfer.map(daemon.instance_id, session.table, arena)
+        self.link.current = Attached(session, FakeSteps(daemon))
+        return daemon
+
+    def stop_daemon(self) -> None:
+        """As if it had been killed: both links notice, in an order that the caller cannot tell."""
+        if self.link.current is not None:
+            self.link.current.steps.broken = True
+            self.link.current = None
+        if self.worker_link.current is not None:
+            mapped: Mapped = self.worker_link.current
+            self.worker_link.current = None
+            self.transfer.unmap(mapped)
+        self.daemon = None
+
+    @property
+    def steps(self) -> FakeSteps:
+        return self.link.current.steps
+
+    def _poison(self, slot: int) -> None:
+        self.arena[slot] = POISON
+
+    def _check_commit(self, slot: int, key: bytes) -> None:
+        expected = np.zeros(SLOT_BYTES, np.uint8)
+        expected[: self.chunk_bytes] = self.chunk_pattern(key)
+        np.testing.assert_array_equal(self.arena[slot], expected, "a chunk was committed with bytes of another")
+
+    # ---- bytes
+
+    def page(self, block_hash: bytes, layer: int) -> np.ndarray:
+        text = block_hash + f"{layer}.{self.weights}".encode()
+        return np.frombuffer(hashlib.blake2b(text, digest_size=PAGE_BYTES).digest(), np.uint8)
+
+    def chunk_pattern(self, key: bytes) -> np.ndarray:
+        hashes = [key]
+        while len(hashes) < self.blocks_per_chunk:
+            hashes.insert(0, self.before[hashes[0]])
+        return np.concatenate([self.page(block, layer) for layer in range(LAYERS) for block in hashes])
+
+    # ---- requests
+
+    def add(
+        self,
+        req_id: str,
+        prompt: list[int],
+        *,
+        max_tokens: int = 4,
+        salt: str | None = None,
+        sampling: dict[str, object] | None = None,
+        **fields: object,
+    ) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **(sampling or {}))
+        params.update_from_generation_config({}, eos_token_id=None)
+        request = Request(req_id, prompt, params, None, cache_salt=salt, block_hasher=self._hasher, **fields)
+        self.requests[req_id] = request
+        self.prompts[req_id] = len(prompt)
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, req_id: str) -> None:
+        self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+
+    def can_reset(self) -> bool:
+        return not any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.requests.values())
+
+    def change_weights(self) -> None:
+        """What a trainer does between two rollouts. Running requests start over."""
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        # The worker learns of it in the next step, before its forward pass; stores of before still read old pages.
+        self.weights += 1
+
+    # ---- one step
+
+    def step(self) -> None:
+        self.failed = True  # until it has not
+        output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        self.worker.handle_preemptions(metadata)
+        if output.total_num_scheduled_tokens:
+            self._forward(output)
+        self.worker.start_kv_transfers(metadata)
+        self.worker.prepare_store_kv(metadata)
+        sampled = self._sampled(output)
+        ids = list(sampled)
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
+                sampled_token_ids=[sampled[req_id] for req_id in ids],
+                kv_connector_output=self._report(output.finished_req_ids),
+            ),
+        )
+        self.failed = False
+
+    def _report(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        """In the order of vLLM's model runner, through the connector's own overrides."""
+        sending, receiving = self.worker.get_finished(finished_req_ids)
+        scheduler_side, self.connector.connector_worker = self.connector.connector_worker, self.worker
+        try:
+            return KVConnectorOutput(
+                finished_sending=sending,
+                finished_recving=receiving,
+                invalid_block_ids=self.connector.get_block_ids_with_load_errors(),
+                kv_connector_worker_meta=self.connector.build_connector_worker_meta(),
+            )
+        finally:
+            self.connector.connector_worker = scheduler_side
+
+    def _forward(self, output) -> None:
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        # All writes first: a request may share blocks with one that computes them in the same step.
+        for req_id, scheduled in output.num_scheduled_tokens.items():
+            hashes = self.requests[req_id].block_hashes
+            self.before.update(zip(hashes[1:], hashes, strict=False))
+            full = min((computed[req_id] + scheduled) // BLOCK_TOKENS, len(hashes))
+            for i in range(computed[req_id] // BLOCK_TOKENS, full):
+                for layer in range(LAYERS):
+                    self.memory[self._blocks(req_id)[i], layer] = self.page(hashes[i], layer)
+        for req_id in output.num_scheduled_tokens:
+            hashes = self.requests[req_id].block_hashes
+            for i in range(computed[req_id] // BLOCK_TOKENS):
+                for layer in range(LAYERS):
+                    np.testing.assert_array_equal(
+                        self.memory[self._blocks(req_id)[i], layer],
+                        self.page(hashes[i], layer),
+                        f"{req_id} would read wrong bytes: block {i} of its prompt",
+                    )
+
+    def _blocks(self, req_id: str) -> list[int]:
+        return self.scheduler.kv_cache_manager.get_block_ids(req_id)[0]
+
+    def _sampled(self, output) -> dict[str, list[int]]:
+        sampled = {}
+        for req_id in output.num_scheduled_tokens:
+            request = self.requests[req_id]
+            done = request.num_computed_tokens >= request.num_tokens
+            sampled[req_id] = [(7 * request.num_tokens + self.prompts[req_id]) % 500] if done else []
+        return sampled
+
+    def serve(self, req_id: str, prompt: list[int], **fields: object) -> Request:
+        """One request from arrival until the engine is idle again."""
+        request = self.add(req_id, prompt, **fields)
+        self.run()
+        assert request.is_finished()
+        return request
+
+    def run(self, limit: int = 400, *, copies: int = 1 << 30) -> None:
+        """Until the engine would be idle."""
+        for _ in range(limit):
+            if not self.scheduler.has_requests():
+                return
+            self.copier.run(copies)
+            self.step()
+        raise AssertionError(f"still not idle after {limit} steps")
+
+    def metric(self, name: str) -> float:
+        """As vLLM would have summed it up."""
+        self.half.get_stats()
+        return self.stats.get(name, 0)
+
+    def _watch_stats(self) -> None:
+        get_stats = self.half.get_stats
+
+        def watched():
+            stats = get_stats()
+            if stats is not None:
+                for key, values in stats.data["data"].items():
+                    self.stats[key] = self.stats.get(key, 0) + sum(values.values())
+            return stats
+
+        self.half.get_stats = watched

@@ -1,0 +1,298 @@
+"""Fakes of the daemon's side as the connector's scheduler half sees it: link, session, table, message stream.
+
+`FakeDaemon` keeps the truth (who holds which slot, what is committed) and complains where the connector breaks a rule;
+`FakeSteps` applies operations at once unless told to hold them back.
+"""
+
+import ctypes
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+
+from kvstore._native import CPU, MISS
+from kvstore.session import GroupState
+from kvstore.steps import Outcome
+
+NAMESPACE = b"namespace-of-old"
+
+
+class FakeDaemon:
+    def __init__(self, *, slots: int, chunk_bytes: int = 4096, pool: int = 64, instance_id: bytes = b"i" * 16) -> None:
+        self.instance_id = instance_id
+        self.chunk_bytes = chunk_bytes
+        self.pool = pool
+        self.namespace = NAMESPACE
+        self.complete = True
+        self.refused = ""
+        self.require_cache_salt = False
+        self.heartbeat_age_ms = 1.0
+        self.free = list(range(slots))
+        self.generations = [1] * slots
+        self.granted: dict[int, int] = {}  # slot -> generation
+        self.granted_epoch: dict[int, int] = {}
+        self.epoch = 0
+        self.stored: dict[tuple[bytes, bytes, bytes], int] = {}  # (namespace, tenant, key) -> slot
+        self.parents: dict[bytes, bytes] = {}
+        self.leases: Counter[int] = Counter()
+        self.touched: list[tuple[bytes, ...]] = []
+        self.probes: list[tuple[str, str, bytes]] = []
+        self.misses = self.hits = self.failed_loads = 0
+        self.on_grant: Callable[[int], None] = lambda _slot: None
+        self.on_commit: Callable[[int, bytes], None] = lambda _slot, _key: None
+
+    def grant(self, count: int) -> list[tuple[int, int]]:
+        grants = []
+        for _ in range(min(count, self.pool - len(self.granted))):
+            if not self.free:
+                break
+            slot = self.free.pop(0)
+            self.generations[slot] += 1
+            self.granted[slot] = self.generations[slot]
+            self.granted_epoch[slot] = self.epoch
+            self.on_grant(slot)
+            grants.append((slot, self.generations[slot]))
+        return grants
+
+    def _end_grant(self, slot: int, generation: int) -> None:
+        assert self.granted.get(slot) == generation, f"slot {slot}, generation {generation} is not granted"
+        del self.granted[slot]
+
+    def commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes) -> None:
+        self._end_grant(slot, generation)
+        place = (self.namespace, tenant, key)
+        if self.granted_epoch[slot] != self.epoch or place in self.stored:
+            self.free.append(slot)
+            return
+        self.on_commit(slot, key)
+        self.stored[place] = slot
+        self.parents[key] = parent
+
+    def abort(self, slot: int, generation: int) -> None:
+        self._end_grant(slot, generation)
+        self.free.append(slot)
+
+    def evict(self, slot: int) -> None:
+        (place,) = [place for place, held in self.stored.items() if held == slot]
+        del self.stored[place]
+        self.free.append(slot)
+
+    def lease(self, slot: int) -> None:
+        self.leases[slot] += 1
+
+    def release(self, slot: int, *, loaded: bool) -> None:
+        assert self.leases[slot] > 0, f"slot {slot} released without a lease"
+        self.leases[slot] -= 1
+        self.hits += loaded
+        self.failed_loads += not loaded
+
+    def move_to_fresh_namespace(self) -> None:
+        self.epoch += 1
+        self.namespace = f"namespace-{self.epoch:06d}".encode()
+
+    def group_state(self) -> GroupState:
+        return GroupState(self.complete, self.namespace, self.chunk_bytes, self.refused)
+
+
+class FakeTable:
+    def __init__(self, daemon: FakeDaemon) -> None:
+        self._daemon = daemon
+        self.lookups = 0
+        self.arena_bytes = 0
+        self.unit_bytes = 1 << 20
+        self.instance_id = daemon.instance_id
+
+    def heartbeat_age_ms(self) -> float:
+        return self._daemon.heartbeat_age_ms
+
+    def current(self, slots: np.ndarray, generations: np.ndarray) -> bytes:
+        return bytes(
+            self._daemon.generations[slot] == generation
+            for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True)
+        )
+
+    def lookup(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]) -> tuple[bytes, np.ndarray, np.ndarray]:
+        self.lookups += 1
+        slots = [self._daemon.stored.get((namespace, tenant, key)) for key in keys]
+        return (
+            bytes(MISS if slot is None else CPU for slot in slots),
+            np.array([slot or 0 for slot in slots], np.uint32),
+            np.array([0 if slot is None else self._daemon.generations[slot] for slot in slots], np.uint64),
+        )
+
+
+class FakeSession:
+    def __init__(self, daemon: FakeDaemon) -> None:
+        self.instance_id = daemon.instance_id
+        self.table = FakeTable(daemon)
+        self.require_cache_salt = daemon.require_cache_salt
+        self.lost = False
+        self.closed = False
+
+    def tenant_id(self, salt: str | None) -> bytes:
+        return (salt or "-").encode().ljust(16, b".")[:16]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeSteps:
+    """`answered=False`: grants and the group's state arrive only with `answer`."""
+
+    def __init__(self, daemon: FakeDaemon, *, answered: bool = True) -> None:
+        self.daemon = daemon
+        self.answered = answered
+        self.broken = False
+        self.grants_short = Outcome.UNSPECIFIED
+        self.grants_coming = 0
+        self.free: list[tuple[int, int]] = []
+        self.group = daemon.group_state()
+        self.unsent = False
+        self.flushes = 0
+        self.kept = False
+        self.closed = False
+
+    @property
+    def grants_free(self) -> int:
+        return len(self.free)
+
+    def want_grants(self, count: int) -> None:
+        if not self.broken:
+            self.grants_coming += count
+            if self.answered:
+                self.answer()
+
+    def keep_grants(self, keep: bool) -> None:
+        self.kept = keep
+
+    def answer(self) -> None:
+        wanted, self.grants_coming = self.grants_coming, 0
+        grants = self.daemon.grant(wanted)
+        self.free += grants
+        full = len(grants) < wanted and not self.daemon.free
+        short = Outcome.REJECTED_TIER_FULL if full else Outcome.NOT_GRANTED
+        self.grants_short = short if len(grants) < wanted else Outcome.UNSPECIFIED
+        self.group = self.daemon.group_state()
+
+    def take_grants(self, count: int) -> list[tuple[int, int]]:
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes) -> int:
+        if not self.broken:
+            self.daemon.commit(slot, generation, tenant, key, parent)
+        return 0
+
+    def abort(self, slot: int, generation: int) -> None:
+        if not self.broken:
+            self.daemon.abort(slot, generation)
+
+    def lease(self, slot: int, generation: int) -> None:  # noqa: ARG002
+        if not self.broken:
+            self.daemon.lease(slot)
+
+    def release(self, slot: int, generation: int, *, loaded: bool) -> None:  # noqa: ARG002
+        if not self.broken:
+            self.daemon.release(slot, loaded=loaded)
+
+    def touch(self, tenant: bytes, keys: Sequence[bytes]) -> None:  # noqa: ARG002
+        if not self.broken:
+            self.daemon.touched.append(tuple(keys))
+
+    def miss(self, count: int) -> None:
+        if not self.broken:
+            self.daemon.misses += count
+
+    def probe(self, engine_family: str, hash_algorithm: str, value: bytes) -> None:
+        if not self.broken:
+            self.daemon.probes.append((engine_family, hash_algorithm, value))
+
+    def fresh_namespace(self) -> None:
+        """As the real one: slots granted for the old namespace go back."""
+        if not self.broken:
+            for slot, generation in self.take_grants(len(self.free)):
+                self.daemon.abort(slot, generation)
+            self.daemon.move_to_fresh_namespace()
+            if self.answered:
+                self.group = self.daemon.group_state()
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeLink:
+    def __init__(self, current: object = None) -> None:
+        self.lock = threading.Lock()
+        self.current = current
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeCopier:
+    """Copies real memory, when told to: `run` for the oldest jobs, `wait` for the ones named."""
+
+    def __init__(self) -> None:
+        self.regions: list[tuple[int, int]] = []
+        self.queued: dict[int, tuple] = {}
+        self.done: list[SimpleNamespace] = []
+        self.failures: list[set[int]] = []  # of the next jobs with so many chunks: positions that fail
+        self.closed = False
+
+    def add_region(self, address: int, nbytes: int) -> None:
+        self.regions.append((address, nbytes))
+
+    def remove_region(self, address: int) -> None:
+        (region,) = [region for region in self.regions if region[0] == address]
+        self.regions.remove(region)
+        for job in list(self.queued):
+            _, sources, destinations, sizes, _, slots, _ = self.queued[job]
+            if not all(
+                self._inside(address, size)
+                for address, size in [*zip(sources, sizes, strict=True), *zip(destinations, sizes, strict=True)]
+            ):
+                del self.queued[job]
+                self._end(job, list(range(len(slots))), 0)
+
+    def _inside(self, address: int, size: int) -> bool:
+        return any(begin <= address and address + size <= begin + nbytes for begin, nbytes in self.regions)
+
+    def submit(self, job, sources, destinations, sizes, *, table=None, slots=None, generations=None) -> None:
+        assert job not in self.queued, f"job {job} submitted twice"
+        plan = (job, sources.tolist(), destinations.tolist(), sizes.tolist(), table, slots, generations)
+        for addresses in plan[1:3]:
+            for address, size in zip(addresses, plan[3], strict=True):
+                if not self._inside(address, size):
+                    raise ValueError(f"job {job}: {size} bytes at {address} are not inside a region")
+        self.queued[job] = plan
+
+    def run(self, count: int = 1 << 30) -> None:
+        for job in list(self.queued)[:count]:
+            _, sources, destinations, sizes, table, slots, generations = self.queued.pop(job)
+            for source, destination, size in zip(sources, destinations, sizes, strict=True):
+                ctypes.memmove(destination, source, size)
+            failed = {i for i, current in enumerate(table.current(slots, generations)) if not current}
+            if self.failures and max(self.failures[0]) < len(slots):
+                failed |= self.failures.pop(0)
+            self._end(job, sorted(failed), sum(sizes))
+
+    def _end(self, job: int, failed: list[int], nbytes: int) -> None:
+        self.done.append(SimpleNamespace(job=job, failed=failed, nbytes=nbytes, seconds=1e-3))
+
+    def finished(self) -> list[SimpleNamespace]:
+        done, self.done = self.done, []
+        return done
+
+    def wait(self, jobs: Collection[int], timeout_s: float) -> bool:  # noqa: ARG002
+        while any(job in self.queued for job in jobs):
+            self.run(1)
+        return True
+
+    def close(self) -> None:
+        self.closed = True

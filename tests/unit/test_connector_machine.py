@@ -1,0 +1,150 @@
+"""Random lives of requests, daemons and weights through vLLM's real scheduler and both halves of the connector.
+
+What must hold at every step is checked by `connector_engine` (no forward pass reads a wrong page, no chunk is committed
+with bytes of another) and by the fake daemon (nothing is ended twice). When all has ended, nothing may be left held.
+"""
+
+import os
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+pytest.importorskip("vllm")
+os.environ.setdefault("PYTHONHASHSEED", "0")
+
+from tests.unit.connector_engine import SEED, PretendEngine
+
+PROMPTS = [[100 * family + i % 97 for i in range(64)] for family in range(3)]
+
+
+class Lives(RuleBasedStateMachine):
+    @initialize(
+        blocks=st.sampled_from([16, 24, 60]),
+        blocks_per_chunk=st.sampled_from([1, 2, 3]),
+        slots=st.sampled_from([4, 12, 64]),
+        prefix_caching=st.booleans(),
+        role=st.sampled_from(["kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer"]),
+        prompt_only=st.booleans(),
+    )
+    def start(self, blocks, blocks_per_chunk, slots, prefix_caching, role, prompt_only):
+        os.environ["PYTHONHASHSEED"] = SEED
+        self.engine = PretendEngine(
+            blocks=blocks,
+            blocks_per_chunk=blocks_per_chunk,
+            slots=slots,
+            extra={"offload_prompt_only": prompt_only},
+            prefix_caching=prefix_caching,
+            kv_role=role,
+        )
+        self.added = 0
+        self.daemons = 1
+
+    @rule(
+        family=st.integers(0, 2),
+        length=st.integers(1, 44),
+        max_tokens=st.integers(1, 12),
+        salt=st.sampled_from([None, None, "tenant"]),
+    )
+    @precondition(lambda self: len(self.engine.scheduler.requests) < 6)
+    def add(self, family, length, max_tokens, salt):
+        self.added += 1
+        self.engine.add(f"r{self.added}", PROMPTS[family][:length], max_tokens=max_tokens, salt=salt)
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps):
+        for _ in range(steps):
+            self.engine.step()
+
+    @rule(jobs=st.integers(1, 3))
+    def copy(self, jobs):
+        self.engine.copier.run(jobs)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.engine.scheduler.requests)
+    def abort(self, data):
+        self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.scheduler.requests))))
+
+    @rule(chunk=st.integers(0, 3))
+    @precondition(lambda self: len(self.engine.copier.failures) < 2)
+    def fail_a_copy(self, chunk):
+        self.engine.copier.failures.append({chunk})
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.engine.daemon is not None and self.engine.daemon.stored)
+    def evict(self, data):
+        slots = sorted(self.engine.daemon.stored.values())
+        self.engine.daemon.evict(data.draw(st.sampled_from(slots)))  # leased or not: a lease is advice
+
+    @rule(answered=st.booleans())
+    @precondition(lambda self: self.engine.daemon is not None)
+    def answer(self, answered):
+        self.engine.steps.answered = answered
+        if answered:
+            self.engine.steps.answer()
+
+    @rule(age_ms=st.sampled_from([1.0, 1000.0]))
+    @precondition(lambda self: self.engine.daemon is not None)
+    def beat(self, age_ms):
+        self.engine.daemon.heartbeat_age_ms = age_ms
+
+    @rule()
+    @precondition(lambda self: self.engine.daemon is not None)
+    def kill_the_daemon(self):
+        self.engine.stop_daemon()
+
+    @rule()
+    @precondition(lambda self: self.engine.daemon is None)
+    def start_the_daemon(self):
+        self.daemons += 1
+        self.engine.start_daemon(f"daemon-{self.daemons}")
+
+    @rule()
+    def empty_the_engines_own_cache(self):
+        self.engine.scheduler.reset_prefix_cache()
+
+    @rule()
+    @precondition(lambda self: self.engine.can_reset())
+    def change_weights(self):
+        self.engine.change_weights()
+
+    @invariant()
+    def the_job_table_is_sound(self):
+        half = self.engine.half
+        assert not half._prepared
+        for job in half._jobs.values():
+            assert 0 < job.ranks_pending <= 1
+        assert half._expected == sum(record.grants_expected for record in half._records.values())
+        assert half._expected >= 0
+
+    def teardown(self):
+        engine = self.engine
+        if engine.failed:
+            return
+        if engine.daemon is not None:
+            engine.daemon.heartbeat_age_ms = 1.0
+            engine.steps.answered = True
+            engine.steps.answer()
+        engine.run()
+        half = engine.half
+        assert not half._jobs
+        assert not half._storing
+        assert not half._records
+        assert half._expected == 0
+        for request in engine.requests.values():
+            assert request.is_finished()
+        if engine.daemon is not None:
+            assert not +engine.daemon.leases, "leases left"
+            assert sorted(engine.daemon.granted) == sorted(slot for slot, _ in engine.steps.free), "grants left"
+
+
+Lives.TestCase.settings = settings(
+    max_examples=int(os.environ.get("KVSTORE_TEST_LIVES", "100")),
+    stateful_step_count=40,
+    deadline=None,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a life is read more easily than it is shrunk
+)
+TestLives = Lives.TestCase

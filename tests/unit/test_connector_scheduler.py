@@ -1,0 +1,480 @@
+"""The scheduler half under vLLM's real scheduler (see `connector_engine`): what is loaded, stored, refused and counted."""
+
+import logging
+import os
+
+import pytest
+
+pytest.importorskip("vllm")
+os.environ.setdefault("PYTHONHASHSEED", "0")
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+from connector import metrics
+from tests.unit.connector_engine import BLOCK_TOKENS, PretendEngine
+
+PROMPT = list(range(41))  # 10 full blocks: 5 chunks of 2
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+@pytest.fixture
+def engine():
+    return PretendEngine()
+
+
+def empty_own_cache(engine):
+    assert engine.scheduler.reset_prefix_cache()
+
+
+def warm(engine, req_id, prompt=PROMPT, **fields):
+    empty_own_cache(engine)
+    return engine.serve(req_id, prompt, **fields)
+
+
+def stored_keys(engine):
+    return [key for _, _, key in engine.daemon.stored]
+
+
+# ---- the plain path
+
+
+def test_a_cold_prompt_is_stored_and_a_warm_one_loaded_whole(engine):
+    cold = engine.serve("cold", PROMPT)
+    assert len(engine.daemon.stored) == 5
+    assert (engine.daemon.misses, engine.daemon.hits) == (5, 0)
+    hot = warm(engine, "warm")
+    assert (engine.daemon.misses, engine.daemon.hits) == (5, 5)
+    assert list(hot.output_token_ids) == list(cold.output_token_ids)
+    assert engine.metric(metrics.STORED_CHUNKS) == 5
+    assert engine.metric(metrics.LOADED_CHUNKS) == 5
+    assert engine.metric(metrics.FAILED_LOADS) == 0
+
+
+def test_each_chunk_names_the_one_before_it_as_parent(engine):
+    engine.serve("cold", PROMPT)
+    keys = engine.requests["cold"].block_hashes[1:10:2]
+    assert stored_keys(engine) == keys
+    assert [engine.daemon.parents[key] for key in keys] == [b"", *keys[:-1]]
+
+
+def test_the_answer_is_stored_too_so_that_the_next_turn_finds_it(engine):
+    turn = engine.serve("turn-1", PROMPT, max_tokens=10)
+    history = PROMPT + list(turn.output_token_ids)
+    warm(engine, "turn-2", [*history, 1, 2, 3])
+    assert engine.daemon.hits == (len(history) - 1) // (2 * BLOCK_TOKENS)  # the last token has no KV
+
+
+def test_with_offload_prompt_only_it_is_not():
+    engine = PretendEngine(extra={"offload_prompt_only": True})
+    engine.serve("turn-1", PROMPT, max_tokens=20)
+    assert len(engine.daemon.stored) == 5
+
+
+def test_only_what_the_engine_lacks_is_loaded(engine):
+    engine.serve("cold", PROMPT)
+    empty_own_cache(engine)
+    engine.serve("short", PROMPT[:17])  # 2 chunks loaded, and now in the engine's own cache
+    assert engine.daemon.hits == 2
+    engine.serve("long", PROMPT)
+    assert engine.daemon.hits == 5
+
+
+def test_a_load_may_begin_in_the_middle_of_a_chunk(engine):
+    engine.serve("cold", PROMPT)
+    empty_own_cache(engine)
+    engine.half._rules = type(engine.half._rules)(
+        loads=False, stores=False, stores_answers=False, require_cache_salt=False
+    )
+    engine.serve("odd", PROMPT[:13], max_tokens=1)  # 3 blocks: a chunk and a half
+    engine.half._rules = type(engine.half._rules)(
+        loads=True, stores=True, stores_answers=True, require_cache_salt=False
+    )
+    engine.serve("long", PROMPT)
+    assert engine.daemon.hits == 4
+
+
+def test_a_step_asks_the_table_once_for_all_keys(engine):
+    engine.serve("cold", PROMPT)
+    empty_own_cache(engine)
+    table = engine.link.current.session.table
+    table.lookups = 0
+    engine.add("warm", PROMPT, max_tokens=1)
+    engine.step()
+    assert table.lookups == 1
+
+
+def test_a_prefix_that_the_gpu_holds_stays_young_in_the_store(engine):
+    engine.serve("cold", PROMPT)
+    engine.daemon.touched.clear()
+    engine.serve("again", PROMPT)  # from the engine's own cache; vLLM never says touch
+    assert tuple(stored_keys(engine)) in engine.daemon.touched
+    assert engine.daemon.hits == 0
+
+
+def test_a_single_token_on_an_idle_engine_is_committed_without_a_further_request(engine):
+    engine.serve("one", PROMPT, max_tokens=1)
+    assert len(engine.daemon.stored) == 5
+
+
+# ---- who may
+
+
+@pytest.mark.parametrize("salts", [("a", "b"), ("a", None), (None, "a")])
+def test_another_tenant_finds_nothing(engine, salts):
+    engine.serve("cold", PROMPT, salt=salts[0])
+    warm(engine, "other", salt=salts[1])
+    assert engine.daemon.hits == 0
+    warm(engine, "same", salt=salts[0])
+    assert engine.daemon.hits == 5
+
+
+def test_an_empty_salt_is_none(engine):
+    engine.serve("cold", PROMPT)
+    warm(engine, "warm", salt="")
+    assert engine.daemon.hits == 5
+
+
+@pytest.mark.parametrize("by", ["engine", "daemon"])
+def test_where_a_salt_is_required_requests_without_one_are_left_alone(by):
+    engine = PretendEngine(extra={"require_cache_salt": by == "engine"})
+    if by == "daemon":
+        engine.start_daemon("strict")
+        engine.link.current.session.require_cache_salt = True
+    engine.serve("bare", PROMPT)
+    assert not engine.daemon.stored
+    assert engine.daemon.misses == 0
+    engine.serve("salted", PROMPT, salt="a")
+    assert len(engine.daemon.stored) == 5
+    warm(engine, "bare-again")
+    assert engine.daemon.hits == 0
+
+
+def test_requests_with_a_lora_adapter_are_neither_stored_nor_loaded_and_it_is_said_once(engine, caplog):
+    adapter = LoRARequest("adapter", 1, "/adapter")
+    with caplog.at_level(logging.WARNING, logger="vllm.connector.scheduler"):
+        engine.serve("lora", PROMPT, lora_request=adapter)
+        warm(engine, "lora-again", lora_request=adapter)
+    assert not engine.daemon.stored
+    assert (engine.daemon.hits, engine.daemon.misses) == (0, 0)
+    assert sum("LoRA" in record.message for record in caplog.records) == 1
+
+
+def test_a_request_that_must_recompute_is_not_looked_up_but_stored(engine):
+    engine.serve("cold", PROMPT)
+    misses = engine.daemon.misses
+    warm(engine, "logprobs", sampling={"skip_reading_prefix_cache": True})
+    assert (engine.daemon.hits, engine.daemon.misses) == (0, misses)
+    warm(engine, "logprobs-other", PROMPT[::-1], sampling={"skip_reading_prefix_cache": True})
+    assert engine.daemon.misses == misses
+    assert len(engine.daemon.stored) == 10
+
+
+def test_a_producer_only_stores():
+    engine = PretendEngine(kv_role="kv_producer")
+    engine.serve("cold", PROMPT)
+    assert len(engine.daemon.stored) == 5
+    warm(engine, "warm")
+    assert engine.daemon.hits == 0
+
+
+def test_a_consumer_only_loads():
+    producer = PretendEngine()
+    producer.serve("cold", PROMPT)
+    engine = PretendEngine(kv_role="kv_consumer")
+    engine.serve("cold", PROMPT)
+    assert not engine.daemon.stored
+    engine.daemon.stored = dict(producer.daemon.stored)
+    engine.daemon.generations = list(producer.daemon.generations)
+    engine.arena[:] = producer.arena
+    warm(engine, "warm")
+    assert engine.daemon.hits == 5
+
+
+# ---- failures
+
+
+def test_a_load_that_fails_in_the_middle_is_recomputed_from_there_and_not_tried_again(engine):
+    cold = engine.serve("cold", PROMPT)
+    engine.copier.failures.append({2})
+    hot = warm(engine, "warm")
+    assert list(hot.output_token_ids) == list(cold.output_token_ids)
+    assert engine.daemon.failed_loads == 1
+    assert engine.metric(metrics.FAILED_LOADS) == 1
+    assert hot.num_computed_tokens >= len(PROMPT)
+    assert not +engine.daemon.leases
+
+
+def test_a_load_whose_first_chunk_fails_is_looked_up_again_without_that_key(engine):
+    engine.serve("cold", PROMPT)
+    engine.copier.failures.append({0})
+    warm(engine, "warm")
+    assert engine.daemon.failed_loads == 1
+    assert engine.daemon.hits == 4  # copied, and then of no use: nothing is loaded beyond a hole
+
+
+def test_a_chunk_evicted_between_lookup_and_copy_is_noticed(engine):
+    engine.serve("cold", PROMPT)
+    empty_own_cache(engine)
+    engine.add("warm", PROMPT)
+    engine.step()  # the load is submitted
+    slot = engine.daemon.stored[next(place for place in engine.daemon.stored if place[2] == stored_keys(engine)[3])]
+    engine.daemon.evict(slot)
+    engine.daemon.free = [slot]
+    engine.daemon.pool = 64
+    assert engine.daemon.grant(1) == [(slot, engine.daemon.generations[slot])]  # poisoned for its next owner
+    engine.run()
+    assert engine.daemon.failed_loads == 1
+
+
+def test_a_store_that_fails_is_aborted_and_so_is_the_rest_of_its_chain(engine):
+    engine.copier.failures.append({1})
+    engine.serve("cold", PROMPT[:25])
+    failed_after = len(engine.daemon.stored)
+    assert failed_after < 3
+    assert engine.metric(metrics.FAILED_STORES) == 1
+    warm(engine, "again", PROMPT[:25])
+    assert len(engine.daemon.stored) == 3  # offered again, and mended
+
+
+def test_a_chunk_with_a_block_that_nobody_wrote_is_never_committed(engine):
+    engine.add("cold", PROMPT)
+    half, track = engine.half, engine.half.track
+
+    def with_a_hole(metadata):
+        for transfer in metadata.store_jobs.values():
+            blocks = transfer.src_spec
+            transfer.src_spec = GPULoadStoreSpec(
+                blocks.block_ids[:-1].tolist(), [len(blocks.block_ids) - 1], blocks.block_indices
+            )
+        track(metadata)
+
+    half.track = with_a_hole
+    engine.run()
+    assert not engine.daemon.stored
+    assert sorted(engine.daemon.granted) == sorted(slot for slot, _ in engine.steps.free)
+
+
+def test_a_job_for_a_daemon_that_has_gone_fails_without_copying(engine):
+    cold = engine.serve("cold", PROMPT)
+    empty_own_cache(engine)
+    hot = engine.add("warm", PROMPT)
+    output = engine.scheduler.schedule()  # the load is prepared with the old instance
+    engine.start_daemon("new")
+    engine.scheduler.schedule = lambda: (delattr(engine.scheduler, "schedule"), output)[1]
+    engine.run()
+    assert list(hot.output_token_ids) == list(cold.output_token_ids)
+    assert engine.daemon.failed_loads == 0  # it never knew of that load
+    assert engine.metric(metrics.FAILED_LOADS) == 5
+
+
+def test_an_engine_without_a_daemon_serves_and_uses_the_next_one(engine):
+    engine.stop_daemon()
+    engine.serve("alone", PROMPT)
+    engine.start_daemon("late")
+    warm(engine, "cold")
+    assert len(engine.daemon.stored) == 5
+    warm(engine, "warm")
+    assert engine.daemon.hits == 5
+
+
+# ---- slots
+
+
+def test_with_fewer_slots_than_chunks_the_head_of_the_chain_is_stored_and_the_next_run_mends_it():
+    engine = PretendEngine()
+    taken, engine.daemon.free = engine.daemon.free[3:], engine.daemon.free[:3]
+    cold = engine.serve("cold", PROMPT, max_tokens=20)
+    assert stored_keys(engine) == cold.block_hashes[1:6:2]
+    assert engine.metric(metrics.REFUSED_STORES) > 0
+    engine.daemon.free += taken
+    engine.half._clock = lambda: float("inf")  # long after the tier was full
+    again = engine.serve("again", PROMPT)
+    assert stored_keys(engine) == again.block_hashes[1:10:2]
+
+
+def test_a_store_waits_for_slots_at_most_twice_and_never_when_the_request_has_ended(engine):
+    engine.steps.answered = False
+    offers = []
+    prepare = engine.half.prepare_store
+
+    def counted(keys, context):
+        outcome = prepare(keys, context)
+        offers.append(None if outcome is None else len(outcome.keys_to_store))
+        return outcome
+
+    engine.half.prepare_store = counted
+    engine.serve("cold", PROMPT, max_tokens=12)
+    assert offers[:3] == [None, None, 0]
+    assert None not in offers[2:]
+    offers.clear()
+    engine.serve("short", PROMPT[::-1][:9], max_tokens=1)
+    assert offers == [None, 0]  # the second one is the last offer of a request that has ended
+
+
+def test_slots_that_arrive_while_the_store_waits_are_used(engine):
+    engine.steps.answered = False
+    engine.add("cold", PROMPT)
+    engine.step()
+    assert not engine.half._jobs
+    engine.steps.answered = True
+    engine.steps.answer()
+    engine.run()
+    assert len(engine.daemon.stored) == 5
+
+
+def test_slots_are_asked_for_when_a_request_arrives_and_kept_while_it_runs(engine):
+    engine.add("cold", PROMPT)
+    assert len(engine.daemon.granted) == 5
+    assert engine.steps.kept
+    engine.run()
+    engine.half.flush()
+    assert not engine.steps.kept
+
+
+def test_a_full_tier_is_not_asked_in_every_step():
+    now = [100.0]
+    engine = PretendEngine(slots=0)
+    engine.half._clock = lambda: now[0]
+    asked = []
+    want = engine.steps.want_grants
+    engine.steps.want_grants = lambda count: (asked.append(count), want(count))
+    engine.add("cold", PROMPT, max_tokens=8)
+    for _ in range(6):
+        engine.step()
+    assert len(asked) == 1
+    now[0] += 1.0
+    engine.add("next", PROMPT[::-1])
+    assert len(asked) == 2
+
+
+def test_no_store_begins_while_the_daemons_heart_stands_still_but_loads_go_on(engine):
+    engine.serve("cold", PROMPT)
+    engine.daemon.heartbeat_age_ms = 151.0
+    warm(engine, "warm", [*PROMPT, *range(100, 140)])
+    assert engine.daemon.hits == 5
+    assert len(engine.daemon.stored) == 5
+
+
+# ---- reset, ids, identity
+
+
+def test_after_a_reset_nothing_of_before_is_loaded_and_running_stores_end_as_aborts(engine):
+    engine.serve("cold", PROMPT)
+    engine.add("running", PROMPT[::-1], max_tokens=30)
+    engine.step()
+    engine.step()
+    assert engine.copier.queued
+    engine.change_weights()
+    assert engine.half._jobs  # still with the workers, which still write
+    assert engine.connector.has_pending_push_work()
+    engine.run()
+    engine.serve("again", PROMPT)
+    assert engine.daemon.hits == 0
+    assert {namespace for namespace, _, _ in engine.daemon.stored} == {b"namespace-of-old", engine.daemon.namespace}
+    assert sorted(engine.daemon.granted) == sorted(slot for slot, _ in engine.steps.free)
+
+
+def test_until_the_daemon_has_moved_it_an_engine_that_was_reset_neither_loads_nor_stores(engine):
+    engine.serve("cold", PROMPT)
+    engine.steps.answered = False
+    engine.change_weights()
+    before = len(engine.daemon.stored)
+    engine.serve("again", PROMPT)
+    assert (engine.daemon.hits, len(engine.daemon.stored)) == (0, before)
+    engine.steps.answered = True
+    engine.steps.answer()
+    warm(engine, "later")
+    assert len(engine.daemon.stored) == before + 5
+
+
+def test_a_daemon_that_appears_after_a_reset_is_told_of_it(engine):
+    engine.serve("cold", PROMPT)
+    engine.change_weights()
+    engine.start_daemon("new")
+    engine.serve("again", PROMPT)
+    assert {namespace for namespace, _, _ in engine.daemon.stored} == {b"namespace-000001"}
+
+
+def test_two_resets_without_a_step_between_them_are_one(engine):
+    engine.add("running", PROMPT, max_tokens=30)
+    engine.step()
+    engine.step()
+    engine.change_weights()
+    engine.change_weights()
+    engine.run()
+    assert not engine.half._jobs
+
+
+def test_a_request_id_may_come_again(engine):
+    engine.serve("same", PROMPT)
+    warm(engine, "same")
+    assert engine.daemon.hits == 5
+    warm(engine, "same", salt="other")
+    assert engine.daemon.hits == 5
+    assert not engine.half._records
+
+
+def test_the_probe_is_sent_before_anything_else_to_every_daemon(engine):
+    assert not engine.daemon.probes
+    engine.serve("cold", PROMPT)
+    [(family, algorithm, value)] = engine.daemon.probes
+    assert (family, algorithm) == ("vllm", "sha256")
+    assert len(value) == 32
+    engine.start_daemon("next")
+    engine.serve("again", PROMPT)
+    assert engine.daemon.probes == [(family, algorithm, value)]
+
+
+def test_an_engine_that_hashes_from_another_seed_than_it_said_is_left_out_with_one_error(engine, monkeypatch, caplog):
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", "1")
+    with caplog.at_level(logging.ERROR, logger="vllm.connector.scheduler"):
+        engine.serve("cold", PROMPT)
+        engine.serve("next", PROMPT[::-1])
+    assert not engine.daemon.stored
+    [record] = caplog.records
+    assert "'1'" in record.message
+    assert "PYTHONHASHSEED='0'" in record.message
+
+
+def test_an_engine_that_the_daemon_refuses_is_left_out_with_one_error(engine, caplog):
+    engine.daemon.refused = "this engine hashes the probe tokens to aa and the first one to bb"
+    engine.steps.group = engine.daemon.group_state()
+    with caplog.at_level(logging.ERROR, logger="vllm.connector.scheduler"):
+        engine.serve("cold", PROMPT)
+        engine.serve("next", PROMPT[::-1])
+    assert not engine.daemon.stored
+    [record] = caplog.records
+    assert "aa and the first one to bb" in record.message
+
+
+def test_nothing_is_loaded_or_stored_before_every_rank_maps_the_daemons_memory(engine):
+    engine.daemon.complete = False
+    engine.steps.group = engine.daemon.group_state()
+    engine.serve("early", PROMPT)
+    assert not engine.daemon.stored
+    engine.daemon.complete = True
+    engine.steps.group = engine.daemon.group_state()
+    warm(engine, "later")
+    assert len(engine.daemon.stored) == 5
+
+
+def test_an_idle_engine_goes_on_stepping_while_anything_is_unsent(engine):
+    engine.serve("cold", PROMPT)
+    assert not engine.connector.has_pending_push_work()
+    engine.steps.unsent = True
+    assert engine.connector.has_pending_push_work()
+    engine.stop_daemon()
+    assert not engine.connector.has_pending_push_work()
+
+
+def test_a_record_never_shows_its_salt(engine):
+    request = engine.add("salted", PROMPT, salt="secret-of-tenant")
+    assert "secret-of-tenant" not in repr(engine.half._records[request.request_id])
+    engine.run()

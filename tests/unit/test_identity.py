@@ -1,0 +1,287 @@
+"""Identity: what must differ differs, what may vary between two engines of one kind does not."""
+
+import copy
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from connector import identity
+from kvstore.errors import SeedMismatch
+from kvstore.namespace import canonical_json, namespace_id
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+# ---- weights
+
+
+def weights_folder(folder: Path, **files: bytes) -> Path:
+    folder.mkdir()
+    for name, content in (files or {"model": os.urandom(100)}).items():
+        (folder / f"{name}.safetensors").write_bytes((8).to_bytes(8, "little") + b"{      }" + content)
+    return folder
+
+
+def test_equal_weights_in_two_folders_are_one_identity(tmp_path: Path) -> None:
+    content = os.urandom(5 << 20)
+    one = weights_folder(tmp_path / "a", model=content)
+    other = weights_folder(tmp_path / "b", model=content)
+    (other / "tokenizer.json").write_text("{}")
+    assert identity.weights_identity(str(one), None) == identity.weights_identity(str(other), None)
+
+
+@pytest.mark.parametrize("position", [8, 16, 100, (64 << 10) + 5, -1])
+def test_one_changed_byte_in_a_small_file_is_another_model(tmp_path: Path, position: int) -> None:
+    folder = weights_folder(tmp_path / "m", model=os.urandom(1 << 20))
+    before = identity.weights_identity(str(folder), None)
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+    assert identity.weights_identity(str(folder), None) != before
+
+
+def test_a_renamed_an_added_and_a_moved_boundary_are_other_models(tmp_path: Path) -> None:
+    seen = {
+        identity.weights_identity(str(weights_folder(tmp_path / str(i), **files)), None)
+        for i, files in enumerate(
+            [
+                {"a": b"xy", "b": b"z"},
+                {"a": b"x", "b": b"yz"},
+                {"a": b"xy", "c": b"z"},
+                {"a": b"xy", "b": b"z", "c": b""},
+            ]
+        )
+    }
+    assert len(seen) == 4
+
+
+def test_a_large_file_is_sampled_from_its_first_to_its_last_byte() -> None:
+    size = 10 << 30
+    offsets = identity.sample_offsets(size)
+    assert len(offsets) == identity.WEIGHTS_SAMPLES
+    assert offsets[0] == 0
+    assert offsets[-1] + identity.WEIGHTS_SAMPLE_BYTES == size
+    gaps = {b - a for a, b in itertools.pairwise(offsets)}
+    assert max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("size", [0, 1, 64 << 10, (4 << 20) - 1, 4 << 20])
+def test_files_up_to_four_mebibytes_are_read_whole(size: int) -> None:
+    covered = 0
+    for offset in identity.sample_offsets(size):
+        assert offset <= covered, f"bytes {covered} to {offset} of {size} are in no sample"
+        covered = offset + identity.WEIGHTS_SAMPLE_BYTES
+    assert covered >= size
+
+
+def test_a_hub_model_is_its_commit_by_name_by_revision_and_by_folder(tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    for model, revision in [("org/name", None), ("org/name", "main"), ("org/name", COMMIT), (str(snapshot), None)]:
+        assert identity.weights_identity(model, revision, cache_dir=str(tmp_path)) == f"hub:{COMMIT}"
+
+
+def test_weights_that_cannot_be_told_are_refused_with_the_name_and_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'org/absent' \(revision v2\).*Download the model first"):
+        identity.weights_identity("org/absent", "v2", cache_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"no weights file"):
+        identity.weights_identity(str(tmp_path), None)
+
+
+# ---- seed and probe
+
+
+@pytest.mark.parametrize(("environ", "says"), [({}, "not set"), ({"PYTHONHASHSEED": "random"}, "'random'")])
+def test_a_seed_that_cannot_be_shared_is_refused_with_what_to_export(environ: dict[str, str], says: str) -> None:
+    with pytest.raises(SeedMismatch, match=rf"{says}.*export PYTHONHASHSEED=0"):
+        identity.engine_hash_seed(environ)
+
+
+def test_the_seed_is_the_literal_string() -> None:
+    assert identity.engine_hash_seed({"PYTHONHASHSEED": "007"}) == "007"
+
+
+def test_the_probe_differs_by_seed_and_algorithm_and_needs_no_initialised_engine() -> None:
+    values = [identity.probe_value(name, seed) for name in ("sha256", "sha256_cbor") for seed in ("0", "00")]
+    assert len(set(values)) == 4
+    assert values[0] == identity.probe_value("sha256", "0")
+
+
+def test_the_effective_seed_is_compared_with_what_the_engine_hashes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", None)
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"", raising=False)
+    kv_cache_utils.init_none_hash(get_hash_fn_by_name("sha256"))
+    assert identity.effective_seed_problem("sha256", "7") is None
+    problem = identity.effective_seed_problem("sha256", "8")
+    assert problem is not None
+    assert "'7'" in problem
+    assert "'8'" in problem
+    algorithm_problem = identity.effective_seed_problem("sha256_cbor", "7")
+    assert algorithm_problem is not None
+    assert "sha256_cbor" in algorithm_problem
+
+
+# ---- the namespace document
+
+
+class FakeHFConfig(SimpleNamespace):
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class EngineConfig:
+    """As much of a VllmConfig and its KV cache as the document asks for."""
+
+    def __init__(self, model: Path) -> None:
+        hf_config = FakeHFConfig(
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            max_position_embeddings=4096,
+            sliding_window=None,
+            rms_norm_eps=1e-6,
+            _name_or_path=str(model),
+        )
+        self.model_config = SimpleNamespace(
+            model=str(model),
+            revision=None,
+            dtype=torch.bfloat16,
+            quantization=None,
+            quantization_config=None,
+            hf_config=hf_config,
+            hf_text_config=hf_config,
+            disable_sliding_window=False,
+            use_mla=False,
+            get_total_num_kv_heads=lambda: 2,
+        )
+        self.cache_config = SimpleNamespace(
+            block_size=16,
+            cache_dtype="auto",
+            enable_prefix_caching=True,
+            prefix_match_unit=None,
+            prefix_caching_hash_algo="sha256",
+            kv_cache_dtype_skip_layers=[],
+            kv_cache_layout="LBHNC",
+        )
+        self.parallel_config = SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            world_size=1,
+            rank=0,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            distributed_executor_backend="mp",
+            nnodes_within_dp=1,
+        )
+        self.kv_transfer_config = SimpleNamespace(kv_connector_extra_config={"blocks_per_chunk": 4}, engine_id="e")
+        self.kv_events_config = None
+        self.load_config = SimpleNamespace(load_format="auto", download_dir=None)
+        self.speculative_config: SimpleNamespace | None = None
+        self.use_v2_model_runner = False
+        self.num_blocks = 8
+        self.tokens_per_block = 16
+        self.layers = ["layers.0", "layers.1"]
+        self.kv_dtype = torch.bfloat16
+        self.attention_backend = "FLASH_ATTN"
+        self.tp_lcm_size = 1
+
+    def document(self) -> dict[str, object]:
+        spec = FullAttentionSpec(block_size=self.tokens_per_block, num_kv_heads=2, head_size=32, dtype=self.kv_dtype)
+        kv_cache_config = KVCacheConfig(
+            num_blocks=self.num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(layer_names=self.layers, kv_cache_spec=spec)],
+        )
+        return identity.namespace_document(
+            self,  # type: ignore[arg-type]
+            kv_cache_config,
+            kv_caches={name: torch.zeros(self.num_blocks, 2, 16, 64, dtype=self.kv_dtype) for name in self.layers},
+            attention_backend=self.attention_backend,
+            tp_lcm_size=self.tp_lcm_size,
+        )
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> EngineConfig:
+    return EngineConfig(weights_folder(tmp_path / "model"))
+
+
+def test_the_document_is_canonical_and_resolves_auto(engine: EngineConfig) -> None:
+    text = canonical_json(engine.document())
+    assert "auto" not in text
+    assert '"chunk":64' in text
+    assert '"sha256:' in text
+
+
+def test_a_second_engine_of_the_same_kind_has_the_same_namespace(engine: EngineConfig) -> None:
+    other = copy.deepcopy(engine)
+    other.num_blocks = 99  # memory left on its device
+    other.kv_transfer_config.engine_id = "f"
+    moved = Path(engine.model_config.model).parent / "elsewhere" / "model"
+    moved.parent.mkdir()
+    moved.symlink_to(engine.model_config.model)
+    other.model_config.model = str(moved)
+    assert namespace_id(other.document()) == namespace_id(engine.document())
+
+
+def _speculative(engine: EngineConfig) -> None:
+    engine.speculative_config = SimpleNamespace(
+        method="ngram", num_speculative_tokens=3, kv_cache_dtype=None, draft_model_config=None, draft_load_config=None
+    )
+
+
+def _other_weights(engine: EngineConfig) -> None:
+    (Path(engine.model_config.model) / "model.safetensors").write_bytes(os.urandom(200))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_other_weights, id="weights"),
+        pytest.param(lambda e: setattr(e, "kv_dtype", torch.float16), id="kv dtype"),
+        pytest.param(lambda e: setattr(e.cache_config, "cache_dtype", "fp8_e5m2"), id="cache dtype"),
+        pytest.param(lambda e: setattr(e.cache_config, "block_size", 8), id="tokens per hash"),
+        pytest.param(lambda e: setattr(e, "tokens_per_block", 32), id="tokens per block"),
+        pytest.param(lambda e: e.kv_transfer_config.kv_connector_extra_config.update(blocks_per_chunk=2), id="chunk"),
+        pytest.param(lambda e: e.layers.reverse(), id="layer order"),
+        pytest.param(lambda e: e.layers.pop(), id="layers"),
+        pytest.param(lambda e: e.model_config.hf_config.rope_parameters.update(rope_theta=5e5), id="rope"),
+        pytest.param(lambda e: setattr(e.model_config.hf_config, "sliding_window", 512), id="window"),
+        pytest.param(lambda e: setattr(e.model_config.hf_config, "rms_norm_eps", 1e-5), id="any model setting"),
+        pytest.param(lambda e: setattr(e.model_config, "dtype", torch.float16), id="model dtype"),
+        pytest.param(lambda e: setattr(e.model_config, "quantization", "fp8"), id="quantisation"),
+        pytest.param(_speculative, id="speculative"),
+        pytest.param(lambda e: setattr(e, "attention_backend", "CPU_ATTN/amx"), id="attention backend"),
+        pytest.param(lambda e: setattr(e.cache_config, "kv_cache_layout", "BLHNC"), id="layout"),
+        pytest.param(lambda e: setattr(e, "tp_lcm_size", 2), id="tp_lcm_size"),
+        pytest.param(lambda e: setattr(e.parallel_config, "tensor_parallel_size", 2), id="tensor parallel"),
+        pytest.param(lambda e: setattr(e.cache_config, "prefix_caching_hash_algo", "sha256_cbor"), id="hash algorithm"),
+    ],
+)
+def test_what_changes_the_bytes_or_the_keys_changes_the_namespace(
+    engine: EngineConfig, change: Callable[[EngineConfig], None]
+) -> None:
+    before = namespace_id(engine.document())
+    change(engine)
+    assert namespace_id(engine.document()) != before
+
+
+def test_a_setting_without_a_spelling_of_its_own_is_refused_by_name(engine: EngineConfig) -> None:
+    engine.model_config.hf_config.strange = object()
+    with pytest.raises(TypeError, match=r"hf_config\.strange"):
+        engine.document()

@@ -1,0 +1,112 @@
+"""What the real-engine tests share: one small model's settings, a daemon with its counters, and engines on it."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from connector import metrics
+from connector.testing import Completion, Engine, transfer_config
+from kvstore.testing import Daemon
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "build" / "models"
+# Few heads: on a CPU attention over 32,768 tokens costs minutes with more.
+MODEL: Mapping[str, object] = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
+BLOCK_TOKENS = 128
+PROMPT_TOKENS = 8 * BLOCK_TOKENS + 70  # with 16 more, still no ninth full chunk
+FULL_CHUNKS = PROMPT_TOKENS // BLOCK_TOKENS
+ARGUMENTS: Mapping[str, object] = {"block_size": BLOCK_TOKENS, "max_model_len": 40_960}
+CPU_BYTES = "256MiB"
+HASH_SEED = "0"
+COUNT_S_MAX = 20.0
+COUNT_INTERVAL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Store:
+    """A daemon in a process of its own, and what it counted."""
+
+    daemon: Daemon
+
+    @property
+    def endpoint(self) -> str:
+        return self.daemon.endpoint
+
+    def hits(self) -> int:
+        return self.daemon.tier()["hits"]
+
+    def misses(self) -> int:
+        return self.daemon.tier()["misses"]
+
+    def stores(self) -> int:
+        return self._counter("stores")
+
+    def failed_loads(self) -> int:
+        return self._counter("failed_loads")
+
+    def _counter(self, name: str) -> int:
+        value = self.daemon.stats()[name]
+        assert isinstance(value, int)
+        return value
+
+    def wait_for_hits(self, count: int) -> None:
+        _wait_for(self.hits, count, "hits")
+
+    def wait_for_misses(self, count: int) -> None:
+        _wait_for(self.misses, count, "misses")
+
+    def wait_for_stores(self, count: int) -> None:
+        _wait_for(self.stores, count, "stores")
+
+    def wait_for_failed_loads(self, count: int) -> None:
+        _wait_for(self.failed_loads, count, "failed loads")
+
+    def generate_and_commit(self, engine: Engine, prompt: Sequence[int], *, salt: str | None = None) -> Completion:
+        """A prompt that the store has no part of, until all its full chunks are in the store."""
+        stores = self.stores()
+        completion = engine.generate(prompt, salt=salt)
+        self.wait_for_stores(stores + len(prompt) // BLOCK_TOKENS)
+        return completion
+
+    def transfer_config(self, **extra: object) -> dict[str, object]:
+        return transfer_config(self.endpoint, blocks_per_chunk=1, **extra)
+
+
+def _wait_for(count: Callable[[], int], expected: int, what: str) -> None:
+    """The daemon hears of a step a moment after the engine has answered. More than expected is as wrong as less."""
+    deadline = time.monotonic() + COUNT_S_MAX
+    pause = threading.Event()
+    while (found := count()) < expected and time.monotonic() < deadline:
+        pause.wait(COUNT_INTERVAL_S)  # nothing tells a third process of another one's counter
+    assert found == expected, f"{found} {what} after {COUNT_S_MAX:.0f} s at the most, not {expected}"
+
+
+def serving_engine(
+    model: Path,
+    store: Store,
+    folder: Path,
+    *,
+    connector: tuple[str, str] = ("KVStoreConnector", "connector"),
+    environment: Mapping[str, str] | None = None,
+) -> Engine:
+    """Statistics on, as in `vllm serve`; the log is in `folder`."""
+    name, module_path = connector
+    return Engine(
+        model,
+        folder / "engine.log",
+        transfer={**store.transfer_config(), "kv_connector": name, "kv_connector_module_path": module_path},
+        hash_seed=HASH_SEED,
+        arguments={**ARGUMENTS, "disable_log_stats": False},
+        environment=environment or {},
+    )
+
+
+def loaded_chunks(engine: Engine) -> int:
+    """By the connector's own series in vLLM's registry."""
+    return int(engine.metrics().get(f"{metrics.LOADED_CHUNKS}_total", 0))
+
+
+def failed_load_chunks(engine: Engine) -> int:
+    return int(engine.metrics().get(f"{metrics.FAILED_LOADS}_total", 0))
