@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore import costmodel
@@ -207,6 +207,7 @@ links = st.builds(TransferModel, bytes_per_s=st.floats(1e6, 1e12), overhead_s=st
 gpus = st.builds(GpuQueue, waiting_count=st.integers(0, 1000), backlog_s=st.floats(0, 100))
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(models, st.integers(0, 200_000), st.integers(0, 200_000), st.integers(0, 200_000))
 def test_recompute_time_is_never_negative_and_grows_with_the_end(model: RecomputeModel, a: int, b: int, c: int) -> None:
     first, middle, end = sorted((a, b, c))
@@ -215,6 +216,7 @@ def test_recompute_time_is_never_negative_and_grows_with_the_end(model: Recomput
     assert recompute_s(model, middle, end) <= recompute_s(model, first, end) * (1 + 1e-12)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(models, links, st.floats(1, 1e6), st.integers(0, 10**9))
 def test_a_break_even_is_where_the_two_times_meet(
     model: RecomputeModel, link: TransferModel, bytes_per_token: float, state_bytes: int
@@ -248,6 +250,7 @@ options = st.builds(
 MODEL = RecomputeModel(1e-3, 2e-5, 4e-10)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(options, max_size=5), st.randoms(use_true_random=False), gpus, st.integers(0, 1000))
 def test_the_order_of_the_options_never_matters(
     choices: list[LoadOption], random: object, gpu: GpuQueue, gpu_tokens: int
@@ -260,6 +263,7 @@ def test_the_order_of_the_options_never_matters(
     assert first.reason == second.reason
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(options, gpus, st.integers(0, 1000))
 def test_a_load_pays_with_its_margin_and_its_cost_is_never_negative(
     option: LoadOption, gpu: GpuQueue, gpu_tokens: int
@@ -274,6 +278,7 @@ def test_a_load_pays_with_its_margin_and_its_cost_is_never_negative(
         assert decision.cost_s * (1 + option.margin) < decision.recompute_cost_s
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     st.floats(0, 100), st.floats(0, 100), st.floats(0, 100), st.floats(0, 10), st.integers(0, 50), st.integers(0, 50),
     st.floats(0, 10), st.floats(0, 100),
@@ -306,6 +311,7 @@ def test_the_cost_of_a_load_grows_with_each_of_its_parts(
         assert grown >= base - 1e-9
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(options, st.integers(0, 20), st.integers(1, 20))
 def test_more_waiting_for_the_gpu_only_speaks_for_loading(option: LoadOption, waiting: int, more: int) -> None:
     now = costmodel.decide_load(MODEL, 100_000, 0, [option], GpuQueue(waiting))
@@ -363,6 +369,7 @@ def test_garbage_never_admits_a_load(field: str, bad: float) -> None:
     assert costmodel.decide_load(MODEL, 8192, 0, [option, good], GpuQueue()).option is good
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(gpus)
 def test_the_deadline_outlasts_the_recomputation_it_saves(gpu: GpuQueue) -> None:
     compute_s = recompute_s(MODEL, 100, 8192)
@@ -420,6 +427,7 @@ def test_what_would_be_displaced_and_the_price_of_writing_speak_against() -> Non
     assert decide([0.5] * 20, price=StorePrice(PRICE.link, 2e9, write_price=1.0)).chunk_count == 0
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     st.lists(st.tuples(st.one_of(st.floats(0, 1), st.just(math.nan)), st.booleans()), min_size=1, max_size=40),
     st.floats(0, 100),
@@ -459,6 +467,7 @@ def test_the_write_price_follows_what_is_written() -> None:
     assert price == pytest.approx(0.1, rel=0.5)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     st.floats(allow_nan=True, allow_infinity=True),
     st.floats(allow_nan=True, allow_infinity=True),
@@ -476,6 +485,7 @@ def test_endurance_and_rate_are_the_same_thing() -> None:
     assert costmodel.drive_writes_per_day(3.5e9, 7.68e12) == pytest.approx(39, rel=0.02)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.floats(allow_nan=True), st.floats(allow_nan=True), st.floats(0, 1))
 def test_a_reuse_probability_is_one_whatever_was_counted(hits: float, trials: float, prior: float) -> None:
     assert 0 <= costmodel.reuse_probability(hits, trials, prior) <= 1
