@@ -86,6 +86,17 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(gpu.name for _, gpu in _gpus())
 
 
+def geometry_of(model: str) -> Geometry | None:
+    """By a name or path that contains a known model's (`/models/Llama-3.1-8B-Instruct`)."""
+    asked = _plain(model.rsplit("/", 1)[-1])
+    found = [(len(name), geometry) for known, geometry in _models() if (name := _plain(known.split("/")[-1])) in asked]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _plain(model: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", model.lower().removeprefix("meta-").removesuffix("-fp8").removesuffix("-2507"))
+
+
 def find_disk(name: str = "nvme") -> Disk:
     for row in _rows("disks.csv"):
         if row["disk"] == name:
