@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from kvstore.cli import serve, stats
+from kvstore.cli import plan, serve, stats
 
 app = typer.Typer(
     name="kvstore",
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command("serve")(serve.serve)
 app.command("stats")(stats.stats)
+app.command("plan")(plan.plan)
 
 
 def main() -> None:

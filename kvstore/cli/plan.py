@@ -1,0 +1,218 @@
+"""`kvstore plan`: reads a model's configuration or an engine's log, prints the plan, draws it if asked."""
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from kvstore import plan as planning
+from kvstore import profiles
+from kvstore.cli.output import Json, print_json, reported
+from kvstore.config import parse_bytes
+from kvstore.errors import ConfigurationError
+
+_DEFAULT_GPU = "h100_sxm"
+
+
+def plan(
+    config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, or the directory that holds it.")
+    ] = None,
+    engine_log: Annotated[Path | None, typer.Option(help="The log of an engine's start, at log level INFO.")] = None,
+    gpu: Annotated[str, typer.Option(help="Name as the driver reports it, or a part of it.")] = _DEFAULT_GPU,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel size. Default: the log's, else 1.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(planning.KV_DTYPES)}.")] = None,
+    state_slots: Annotated[
+        int, typer.Option(min=1, help="State slots a request holds (hybrid models).")
+    ] = planning.STATE_SLOTS,
+    tokens_per_s: Annotated[
+        float | None, typer.Option(help="Prompt tokens a second, as measured. Default: the most that can be prefilled.")
+    ] = None,
+    new_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of them that no cache holds.")] = 1.0,
+    cpu_bytes: Annotated[str | None, typer.Option(help="Size of the cpu tier, for example 512GiB.")] = None,
+    fs_bytes: Annotated[str | None, typer.Option(help="Size of the filesystem tier.")] = None,
+    drive_bytes: Annotated[str, typer.Option(help="Size of the drive, for its wear.")] = "7680GB",
+    plot: Annotated[Path | None, typer.Option(help="Draw times by length into this file (needs matplotlib).")] = None,
+    json: Json = False,
+) -> None:
+    """Size the tiers and say from which prefix length on a load pays, before anything runs."""
+    with reported(None, as_json=json):
+        found = _plan(
+            config, engine_log, gpu, tp, kv_dtype, state_slots, tokens_per_s, new_share,
+            _size("--cpu-bytes", cpu_bytes), _size("--fs-bytes", fs_bytes), _size("--drive-bytes", drive_bytes),
+        )  # fmt: skip
+        if plot is not None:
+            _draw(found, plot)
+    if json:
+        print_json(found.document())
+    else:
+        _print_tables(found, Console())
+
+
+def _plan(
+    config: Path | None,
+    engine_log: Path | None,
+    gpu_name: str,
+    tp: int | None,
+    kv_dtype: str | None,
+    state_slots: int,
+    tokens_per_s: float | None,
+    new_share: float,
+    cpu_bytes: int | None,
+    fs_bytes: int | None,
+    drive_bytes: int | None,
+) -> planning.Plan:
+    if config is None and engine_log is None:
+        raise ConfigurationError("nothing to plan from; give --config config.json, --engine-log FILE, or both")
+    if tokens_per_s is not None and not tokens_per_s > 0:
+        raise ConfigurationError(f"--tokens-per-s is a rate above 0, not {tokens_per_s}")
+    log = planning.read_engine_log(_read(engine_log)) if engine_log is not None else None
+    tp_size = tp or (log.tp_size if log is not None else 1)
+    layout: planning.Layout | None = None
+    if config is not None:
+        dtype = kv_dtype or (log.kv_dtype if log is not None and log.kv_dtype in planning.KV_DTYPES else "auto")
+        layout = planning.layout_from_config(
+            _read_config(config), kv_dtype=dtype, tp_size=tp_size, state_slots=state_slots
+        )
+    if log is not None:
+        layout = planning.layout_from_log(log, layout, profiles.geometry_of(log.model) if log.model else None)
+    assert layout is not None, "neither a configuration nor a log"
+    if layout.geometry is None:
+        model = log.model if log is not None else None
+        raise ConfigurationError(
+            f"the log names the model {model!r}, of which no profile is known; give its config.json too (--config)"
+        )
+    gpu = profiles.find_gpu(gpu_name)
+    link_gpu = gpu or profiles.find_gpu(_DEFAULT_GPU)
+    assert link_gpu is not None, f"no profile of {_DEFAULT_GPU}"
+    return planning.make_plan(
+        layout,
+        profiles.find_prefill(layout.geometry, gpu_name, tp_size),
+        gpu,
+        link_gpu,
+        profiles.find_disk(),
+        tp_size=tp_size,
+        step_tokens=log.step_tokens if log is not None else None,
+        tokens_per_s=tokens_per_s,
+        new_share=new_share,
+        cpu_bytes=cpu_bytes,
+        fs_bytes=fs_bytes,
+        drive_bytes=drive_bytes if drive_bytes is not None else planning.DRIVE_BYTES,
+    )
+
+
+def _size(flag: str, value: str | None) -> int | None:
+    if value is None:
+        return None
+    try:
+        size = parse_bytes(value)
+    except ValueError as error:
+        raise ConfigurationError(f"{flag}: {error}") from None
+    if size <= 0:
+        raise ConfigurationError(f"{flag} is a size above 0, not {value}")
+    return size
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _read_config(path: Path) -> dict[str, object]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json_module.loads(_read(file))
+    except ValueError as error:
+        raise ConfigurationError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"{file} holds a JSON {type(config).__name__}, not a model's configuration")
+    return config
+
+
+def _print_tables(found: planning.Plan, console: Console) -> None:
+    layout = found.layout
+    lines = [
+        f"{layout.note}",
+        f"{layout.kv_bytes_per_token:,.0f} bytes a token, {layout.kv_bytes_per_token_on_rank:,.0f} on each of "
+        f"{found.tp_size} ranks; {layout.state_bytes_on_rank:,} bytes a request however long",
+        f"recompute times: {found.prefill.source}",
+    ]
+    if found.gpu is not None and (memory := planning.gpu_memory(found.gpu)) is not None:
+        lines.append(f"{found.gpu.name}: {decimal(int(memory[0]))}, of which vLLM takes {decimal(int(memory[1]))}")
+    for line in lines:
+        console.print(line, highlight=False)
+    for tier in found.tiers:
+        console.print(_length_table(tier))
+    sizes = Table("tier", "size", "holds tokens", "to keep what comes back", "for", title="sizes")
+    for tier in found.tiers:
+        tokens = tier.tokens(layout.kv_bytes_per_token)
+        sizes.add_row(
+            tier.name,
+            "-" if tier.capacity_bytes is None else decimal(tier.capacity_bytes),
+            "-" if tokens is None else f"{tokens:,}",
+            decimal(int(tier.needed_bytes)),
+            f"{tier.window_s:.0f} s",
+        )
+    console.print(sizes)
+    rate = "as given" if found.tokens_per_s_is_measured else "the most that can be prefilled"
+    console.print(
+        f"{found.tokens_per_s:,.0f} prompt tokens/s ({rate}), {found.new_share:.0%} of them new: at most "
+        f"{decimal(int(found.write_bytes_per_s))}/s to disk, {found.drive_writes_per_day:.1f} drive writes a day of "
+        f"{decimal(int(found.drive_bytes))}",
+        highlight=False,
+    )
+
+
+def _length_table(tier: planning.TierPlan) -> Table:
+    even = tier.break_even
+    pays = "never pays by itself"
+    if even.wins_from_tokens == 0:
+        pays = "always pays"
+    elif even.wins_from_tokens < float("inf"):
+        pays = f"pays from {even.wins_from_tokens:,.0f} tokens on"
+    if even.wins_below_tokens > 0:
+        pays += f" and below {even.wins_below_tokens:,.0f}"
+    measured = "" if tier.link_is_measured else " (not measured on this link)"
+    title = f"{tier.name}: a load {pays}, at {tier.link.bytes_per_s / 1e9:.1f} GB/s{measured}"
+    table = Table("prefix tokens", "recompute ms", "load ms", "GB/s to break even", "quicker", title=title)
+    for length in tier.lengths:
+        table.add_row(
+            f"{length.tokens:,}",
+            f"{length.recompute_s * 1e3:,.1f}",
+            f"{length.load_s * 1e3:,.1f}",
+            f"{length.bytes_per_s_to_break_even / 1e9:,.1f}",
+            "load" if length.loads else "recompute",
+        )
+    return table
+
+
+def _draw(found: planning.Plan, path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigurationError(
+            "a plot needs matplotlib, which is not installed; run: pip install matplotlib"
+        ) from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots()
+    tokens = [length.tokens for length in found.tiers[0].lengths]
+    axes.loglog(tokens, [length.recompute_s for length in found.tiers[0].lengths], label="recompute")
+    for tier in found.tiers:
+        axes.loglog(tokens, [length.load_s for length in tier.lengths], label=f"load from {tier.name}")
+    axes.set_xlabel("prefix, tokens")
+    axes.set_ylabel("seconds")
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot draw {path}: {error}") from None
+    finally:
+        pyplot.close(figure)

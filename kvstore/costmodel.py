@@ -1,0 +1,398 @@
+"""What recomputing, loading and storing KV costs, and the decisions that follow: pure functions of their arguments.
+
+No state, clock, lock or I/O; safe to call from anywhere. Units are in the names; positions and lengths are in tokens.
+What is learned while running (the models' coefficients, margins, reuse probabilities) comes in as arguments, from
+`calibration` and `reuse`. A number that is not finite can only make a decision decline: neither a load nor a store is
+ever admitted on it.
+"""
+
+import enum
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+SCALE_PRIOR = 1.10  # engines take a tenth longer than the fitted kernels alone
+DESCRIPTOR_S = 3.4e-6  # one DMA descriptor, whatever its size
+DEADLINE_FACTOR = 3.0  # a load that takes this many times the recomputation it was to save is given up
+REUSE_PRIORS = (0.25, 0.5, 0.8)  # of a chunk used once, twice, more often
+REUSE_PRIOR_TRIALS = 8.0
+DRAM_WRITE_PRICE_MIN = 0.1  # seconds of engine slowed down for each second of copying, until measured
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeModel:
+    """Prefill time of one request alone on the GPU.
+
+    `step_s` is paid once for each engine step, of `step_tokens` tokens (None: the whole prompt is one step).
+    `token_squared_s` times b*b - a*a is what attention adds for the tokens a..b.
+    """
+
+    step_s: float
+    token_s: float
+    token_squared_s: float
+    scale: float = SCALE_PRIOR
+    step_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "token_s", "token_squared_s", "scale"):
+            value = getattr(self, name)
+            assert 0 <= value < math.inf, f"{name} is a time or a factor of 0 or more, not {value}"
+        assert self.step_tokens is None or self.step_tokens > 0, f"a step of {self.step_tokens} tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferModel:
+    """Time of one copy on one link (or chain of links) without queueing: overhead, then bytes at a constant rate."""
+
+    bytes_per_s: float
+    overhead_s: float
+    descriptor_s: float = DESCRIPTOR_S
+
+    def __post_init__(self) -> None:
+        assert 0 < self.bytes_per_s < math.inf, f"a link of {self.bytes_per_s} bytes/s"
+        for name in ("overhead_s", "descriptor_s"):
+            value = getattr(self, name)
+            assert 0 <= value < math.inf, f"{name} is a time of 0 or more, not {value}"
+
+
+@dataclass(frozen=True, slots=True)
+class KVSize:
+    """Bytes of one request's KV: proportional to its tokens, and recurrent state that is moved whole."""
+
+    bytes_per_token: float
+    state_bytes: int = 0
+
+    def of(self, token_count: int) -> float:
+        return self.bytes_per_token * token_count + self.state_bytes if token_count > 0 else 0.0
+
+    def on_rank(self, tp_size: int, *, replicated: bool) -> "KVSize":
+        """What the slowest rank moves: its share of the heads, or everything where ranks hold the same (MLA)."""
+        assert tp_size >= 1, f"tensor parallel size {tp_size}"
+        if replicated:
+            return self
+        return KVSize(self.bytes_per_token / tp_size, -(-self.state_bytes // tp_size))
+
+
+def recompute_s(model: RecomputeModel, first_token: int, end_token: int) -> float:
+    """Seconds to compute the tokens first..end of a prompt whose tokens before them are in the cache."""
+    tokens = end_token - first_token
+    if tokens <= 0:
+        return 0.0
+    steps = 1 if model.step_tokens is None else -(-tokens // model.step_tokens)
+    attention = model.token_squared_s * tokens * (end_token + first_token)
+    return model.scale * (model.step_s * steps + model.token_s * tokens + attention)
+
+
+def transfer_s(link: TransferModel, nbytes: float, descriptor_count: int = 0) -> float:
+    """Seconds to move `nbytes`; nothing to move costs nothing."""
+    if nbytes <= 0:
+        return 0.0
+    return link.overhead_s + descriptor_count * link.descriptor_s + nbytes / link.bytes_per_s
+
+
+def pipelined(first: TransferModel, second: TransferModel, chunk_bytes: int) -> TransferModel:
+    """Two hops that overlap chunk by chunk: the slower one's rate, and one chunk on the other before or after it."""
+    slower, other = sorted((first, second), key=lambda hop: hop.bytes_per_s)
+    overhead_s = first.overhead_s + second.overhead_s + chunk_bytes / other.bytes_per_s
+    return TransferModel(slower.bytes_per_s, overhead_s, max(first.descriptor_s, second.descriptor_s))
+
+
+def store_and_forward(first: TransferModel, second: TransferModel) -> TransferModel:
+    """Two hops of which the second starts when the first has ended."""
+    return TransferModel(
+        1 / (1 / first.bytes_per_s + 1 / second.bytes_per_s),
+        first.overhead_s + second.overhead_s,
+        first.descriptor_s + second.descriptor_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Prefix lengths whose load is quicker than their recomputation on an idle node: below the one, from the other.
+
+    Always quicker: from 0. Never: from infinity. Both bounds inside exist where a load starts sooner than a step of
+    the engine but moves tokens more slowly than a short prompt is computed.
+    """
+
+    wins_below_tokens: float
+    wins_from_tokens: float
+
+    def wins(self, token_count: float) -> bool:
+        return token_count < self.wins_below_tokens or token_count > self.wins_from_tokens
+
+
+def break_even(model: RecomputeModel, link: TransferModel, kv: KVSize) -> BreakEven:
+    """Roots of recompute_s(0, P) = transfer_s(P) for one engine step (what a long step sequence adds is neglected)."""
+    linear_s = model.scale * model.token_s - kv.bytes_per_token / link.bytes_per_s
+    squared_s = model.scale * model.token_squared_s
+    start_s = link.overhead_s + kv.state_bytes / link.bytes_per_s - model.scale * model.step_s
+    if start_s <= 0 and linear_s >= 0:
+        return BreakEven(0.0, 0.0)
+    if squared_s == 0:
+        if linear_s > 0:
+            return BreakEven(0.0, start_s / linear_s)
+        if start_s < 0:
+            return BreakEven(start_s / linear_s, math.inf)
+        return BreakEven(0.0, math.inf)
+    discriminant = linear_s * linear_s + 4 * squared_s * start_s
+    if discriminant <= 0:
+        return BreakEven(0.0, 0.0)
+    root = math.sqrt(discriminant)
+    # The form without cancellation of the two equal ones, for either sign of the linear part.
+    upper = 2 * start_s / (linear_s + root) if linear_s > 0 else (root - linear_s) / (2 * squared_s)
+    lower = (-linear_s - root) / (2 * squared_s) if start_s < 0 else 0.0
+    return BreakEven(max(0.0, lower), upper)
+
+
+def bytes_per_s_to_break_even(model: RecomputeModel, kv: KVSize, token_count: int, overhead_s: float) -> float:
+    """The rate a link needs for a load of this prefix to be as quick as recomputing it; infinity: no rate does."""
+    spare_s = recompute_s(model, 0, token_count) - overhead_s
+    return kv.of(token_count) / spare_s if spare_s > 0 else math.inf
+
+
+def mixed_tokens_per_s(hit_share: float, computed_tokens_per_s: float, loaded_tokens_per_s: float) -> float:
+    """Throughput when this share of the tokens is loaded and the rest computed, one after the other."""
+    assert 0 <= hit_share <= 1, f"a hit share of {hit_share}"
+    return 1 / ((1 - hit_share) / computed_tokens_per_s + hit_share / loaded_tokens_per_s)
+
+
+# -- loads ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GpuQueue:
+    """The engine's own queue, without the request that is asked about. Counts, for a utilisation says too little."""
+
+    waiting_count: int = 0
+    backlog_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOption:
+    """Load the hit up to `end_token`. `transfer_s` counts only what is not already being loaded for somebody else.
+
+    `margin` is how much better it must look, for the estimate's error (`calibration` gives it).
+    """
+
+    tier: str  # the slowest that takes part
+    end_token: int
+    transfer_s: float
+    link_backlog_s: float = 0.0
+    link_waiting_count: int = 0
+    margin: float = 0.05
+    healthy: bool = True
+
+
+class LoadReason(enum.StrEnum):
+    LOAD_IS_QUICKER = "LOAD_IS_QUICKER"
+    RECOMPUTE_IS_QUICKER = "RECOMPUTE_IS_QUICKER"
+    NO_HIT = "NO_HIT"
+    TIER_SICK = "TIER_SICK"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDecision:
+    """`option` None: recompute everything that the GPU does not hold.
+
+    The costs are of the whole node, what others wait included: of recomputing, and of each option in the order of its
+    end and tier (infinity where it was not considered).
+    """
+
+    option: LoadOption | None
+    reason: LoadReason
+    recompute_cost_s: float
+    option_costs_s: tuple[tuple[LoadOption, float], ...]
+
+    @property
+    def cost_s(self) -> float:
+        for option, cost_s in self.option_costs_s:
+            if option is self.option:
+                return cost_s
+        return self.recompute_cost_s
+
+
+def load_cost_s(
+    compute_s: float,
+    gpu: GpuQueue,
+    *,
+    load_s: float = 0.0,
+    link_backlog_s: float = 0.0,
+    link_waiting_count: int = 0,
+) -> float:
+    """J: until this request has its first token, plus what those waiting for the GPU and the link wait because of it.
+
+    `compute_s` is the recomputation that is left after the load; `load_s` 0 stands for not loading.
+    """
+    arrival_s = link_backlog_s + load_s if load_s > 0 else 0.0
+    return max(arrival_s, gpu.backlog_s) + compute_s * (1 + gpu.waiting_count) + 0.5 * link_waiting_count * load_s
+
+
+def decide_load(
+    model: RecomputeModel,
+    prompt_tokens: int,
+    gpu_tokens: int,
+    options: Iterable[LoadOption],
+    gpu: GpuQueue,
+) -> LoadDecision:
+    """Nothing, or one of the options (the part of the hit in the faster tier, all of it): the least J with its margin.
+
+    The first `gpu_tokens` are in the GPU's own cache. Equal options give equal answers in whatever order they come.
+    """
+    recompute_cost_s = load_cost_s(recompute_s(model, gpu_tokens, prompt_tokens), gpu)
+    best: LoadOption | None = None
+    best_cost_s = recompute_cost_s
+    sick = False
+    costs: list[tuple[LoadOption, float]] = []
+    # The shorter one wins a tie: less to move, and less held.
+    for option in sorted(options, key=lambda option: (option.end_token, option.tier, option.transfer_s)):
+        if option.end_token <= gpu_tokens:
+            continue
+        if not option.healthy:
+            sick = True
+            costs.append((option, math.inf))
+            continue
+        cost_s = load_cost_s(
+            recompute_s(model, min(option.end_token, prompt_tokens), prompt_tokens),
+            gpu,
+            load_s=option.transfer_s,
+            link_backlog_s=option.link_backlog_s,
+            link_waiting_count=option.link_waiting_count,
+        )
+        bad = option.transfer_s < 0 or option.link_backlog_s < 0 or option.margin < 0
+        if bad or not math.isfinite(cost_s + option.margin):
+            costs.append((option, math.inf))
+            continue
+        costs.append((option, cost_s))
+        # The margin is against recomputing, the sure thing; two options are compared as they are.
+        if cost_s * (1 + option.margin) < recompute_cost_s and cost_s < best_cost_s:
+            best, best_cost_s = option, cost_s
+    if best is not None:
+        reason = LoadReason.LOAD_IS_QUICKER
+    elif not costs:
+        reason = LoadReason.NO_HIT
+    elif sick and all(not option.healthy for option, _ in costs):
+        reason = LoadReason.TIER_SICK
+    else:
+        reason = LoadReason.RECOMPUTE_IS_QUICKER
+    return LoadDecision(best, reason, recompute_cost_s, tuple(costs))
+
+
+def load_deadline_s(model: RecomputeModel, prompt_tokens: int, gpu_tokens: int, gpu: GpuQueue) -> float:
+    """From the decision until a load that has not ended is given up and the request recomputes."""
+    compute_s = recompute_s(model, gpu_tokens, prompt_tokens)
+    return DEADLINE_FACTOR * (compute_s * (1 + gpu.waiting_count) + gpu.backlog_s)
+
+
+# -- stores -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StorePrice:
+    """What a tier asks. `write_price`: seconds of saving that a second of its writing must earn.
+
+    `displaced_s_per_byte`: value of the chunk that would be evicted, 0 while the tier has room.
+    """
+
+    link: TransferModel  # of reading back
+    write_bytes_per_s: float
+    write_price: float
+    displaced_s_per_byte: float = 0.0
+
+
+class StoreReason(enum.StrEnum):
+    WORTH_IT = "WORTH_IT"
+    PRESENT = "PRESENT"
+    NOT_WORTH_IT = "ADMISSION"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDecision:
+    """The first `chunk_count` chunks of the chain are to be in the tier, those that already are included."""
+
+    chunk_count: int
+    value_s: float
+    reason: StoreReason
+
+
+def chunk_saving_s(model: RecomputeModel, chunk_tokens: int, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Seconds to recompute each chunk where it lies in the prompt, its share of the steps included."""
+    steps = 0.0 if model.step_tokens is None else model.step_s * chunk_tokens / model.step_tokens
+    flat_s = steps + model.token_s * chunk_tokens + model.token_squared_s * chunk_tokens**2
+    slope_s = 2 * model.token_squared_s * chunk_tokens**2
+    return np.multiply(positions, model.scale * slope_s) + model.scale * flat_s
+
+
+def decide_store(
+    model: RecomputeModel,
+    price: StorePrice,
+    chunk_tokens: int,
+    chunk_bytes: int,
+    reuse_probabilities: NDArray[np.float64],
+    present: NDArray[np.bool_],
+) -> StoreDecision:
+    """The best prefix of the chain: both arrays hold one value for each of its chunks, head first.
+
+    Chunks judged one by one would be let in below parents that are not, where nothing can find them; so a chunk that
+    does not pay is taken with those below it if together they do, and never a chunk without all that are above it.
+    """
+    count = len(reuse_probabilities)
+    assert len(present) == count, f"{count} probabilities for {len(present)} chunks"
+    missing = ~present
+    first_missing = int(np.argmax(missing)) if count else 0
+    if not count or present[first_missing]:
+        return StoreDecision(count, 0.0, StoreReason.PRESENT)
+    saving_s = chunk_saving_s(model, chunk_tokens, np.arange(count)) - chunk_bytes / price.link.bytes_per_s
+    cost_s = chunk_bytes * (price.write_price / price.write_bytes_per_s + price.displaced_s_per_byte)
+    value_s = reuse_probabilities * np.maximum(saving_s, 0.0) - cost_s
+    value_s = np.where(missing, value_s, 0.0)
+    totals_s = np.cumsum(value_s)
+    if not math.isfinite(totals_s[-1]):  # one value was not: it ends the prefix
+        totals_s = np.cumsum(np.where(np.isfinite(value_s), value_s, -math.inf))
+    best = int(np.argmax(totals_s))
+    # Loads of this chain pay their overhead once, as often as its first new chunk is used.
+    total_s = float(totals_s[best]) - float(reuse_probabilities[first_missing]) * price.link.overhead_s
+    if not (math.isfinite(total_s) and total_s > 0):
+        return StoreDecision(first_missing, 0.0, StoreReason.NOT_WORTH_IT)
+    return StoreDecision(best + 1, total_s, StoreReason.WORTH_IT)
+
+
+def reuse_probability(hits: float, trials: float, prior: float) -> float:
+    """Of a class of chunks: what was seen, and a prior worth eight trials. Between 0 and 1 whatever was seen."""
+    if not (math.isfinite(hits) and math.isfinite(trials)) or hits < 0 or trials <= 0:
+        return prior
+    return (min(hits, trials) + REUSE_PRIOR_TRIALS * prior) / (trials + REUSE_PRIOR_TRIALS)
+
+
+def next_write_price(
+    price: float,
+    observed_bytes_per_s: float,
+    target_bytes_per_s: float,
+    *,
+    price_min: float,
+    price_max: float = 1000.0,
+    gain: float = 0.1,
+) -> float:
+    """The price after one interval: up when more was written than aimed for, down when less.
+
+    Without a usable observation or aim it stays. For DRAM `price_min` is the engine's measured slowdown for each
+    second of copying (until then DRAM_WRITE_PRICE_MIN), else stores of prompts that never repeat would not end.
+    """
+    assert 0 < price_min <= price_max, f"write price between {price_min} and {price_max}"
+    if not math.isfinite(price):
+        price = price_min
+    usable = math.isfinite(observed_bytes_per_s) and observed_bytes_per_s >= 0 and target_bytes_per_s > 0
+    if usable and math.isfinite(target_bytes_per_s):
+        # One interval moves the price by a factor of e at the most, however wild it was.
+        price *= math.exp(min(1.0, gain * (observed_bytes_per_s / target_bytes_per_s - 1)))
+    return min(max(price, price_min), price_max)
+
+
+def write_target_bytes_per_s(drive_writes_per_day: float, drive_bytes: float) -> float:
+    return drive_writes_per_day * drive_bytes / 86_400
+
+
+def drive_writes_per_day(write_bytes_per_s: float, drive_bytes: float) -> float:
+    return write_bytes_per_s * 86_400 / drive_bytes

@@ -1,0 +1,501 @@
+"""Sizes and break-evens before anything runs: from a model's configuration or an engine's log. Pure, no I/O.
+
+Bytes a token: of the whole model (what the store holds) and on one rank (what a rank's link moves). They differ by the
+tensor parallel size, except where every rank holds the same: MLA latents, and heads that are fewer than the ranks.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore import costmodel
+from kvstore.costmodel import BreakEven, KVSize, RecomputeModel, TransferModel
+from kvstore.errors import ConfigurationError
+from kvstore.profiles import Disk, Geometry, Gpu, Prefill
+
+KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_ds_mla")
+LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+STATE_SLOTS = 4  # of recurrent state that one request of a hybrid model holds
+GPU_MEMORY_UTILIZATION = 0.92  # vLLM's default, a share of the GPU's whole memory
+# How long chunks must be kept for those that come back to be found: 9 of 10 and 99 of 100 in a day's conversations.
+CPU_WINDOW_S, FS_WINDOW_S = 519.0, 1578.0
+DRIVE_BYTES = 7.68e12
+
+_PACKED_SCALE_TOKENS = 128  # of an MLA latent that share one scale of 4 bytes where vLLM packs it
+_INDEXER_SCALE_BYTES = 4
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """KV of one model. `state_bytes_on_rank`: what a request holds however long it is, all its slots.
+
+    For sliding windows that is the window, for linear attention the recurrent and convolution state.
+    """
+
+    kv_bytes_per_token: float
+    kv_bytes_per_token_on_rank: float
+    state_slot_bytes_on_rank: int
+    state_slots: int
+    window_bytes_on_rank: int
+    replicated: bool
+    geometry: Geometry | None
+    note: str
+
+    @property
+    def state_bytes_on_rank(self) -> int:
+        return self.state_slot_bytes_on_rank * self.state_slots + self.window_bytes_on_rank
+
+    @property
+    def on_rank(self) -> KVSize:
+        """What a rank moves for a load: one state slot, for only the last checkpoint is needed."""
+        return KVSize(self.kv_bytes_per_token_on_rank, self.state_slot_bytes_on_rank + self.window_bytes_on_rank)
+
+    def request_bytes_on_rank(self, token_count: int) -> float:
+        """What the engine holds for one request of that length."""
+        return self.kv_bytes_per_token_on_rank * token_count + self.state_bytes_on_rank
+
+
+# -- from config.json -------------------------------------------------------------------------------------------------
+
+
+def layout_from_config(
+    config: Mapping[str, object], *, kv_dtype: str = "auto", tp_size: int = 1, state_slots: int = STATE_SLOTS
+) -> Layout:
+    """Of a Hugging Face `config.json`. ConfigurationError: a field is missing, or its attention is not known here."""
+    if kv_dtype not in KV_DTYPES:
+        raise ConfigurationError(f"--kv-dtype is one of {', '.join(KV_DTYPES)}, not '{kv_dtype}'")
+    text = config.get("text_config")
+    fields = _Fields(text if isinstance(text, Mapping) else config)
+    layers = fields.count("num_hidden_layers")
+    kinds = _layer_kinds(fields, layers)
+    model_bytes = _DTYPE_BYTES.get(fields.text("dtype", "torch_dtype", default="bfloat16"), 2)
+    element_bytes = {"auto": model_bytes, "bfloat16": 2}.get(kv_dtype, 1)
+    state_slot = _state_slot_bytes(fields, kinds.count("linear"), tp_size, model_bytes)
+    slots = state_slots if state_slot else 0
+    hidden = fields.count("hidden_size")
+    full, sliding = kinds.count("full"), kinds.count("sliding")
+    if fields.has("kv_lora_rank"):
+        latent, rope = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim")
+        sparse = fields.has("index_topk")
+        packed = kv_dtype == "fp8_ds_mla" or (kv_dtype == "fp8" and sparse)
+        layer_bytes = (
+            latent + 4 * -(-latent // _PACKED_SCALE_TOKENS) + 2 * rope if packed else (latent + rope) * element_bytes
+        )
+        total = full * layer_bytes
+        note = f"{full} MLA layers of {layer_bytes} bytes" + (" (packed)" if packed else "")
+        if sparse:
+            indexers = _indexer_layers(fields, layers)
+            indexer_bytes = fields.count("index_head_dim", default=128) + _INDEXER_SCALE_BYTES
+            total += indexers * indexer_bytes
+            note += f", {indexers} indexers of {indexer_bytes}"
+        attention = "sparse_mla" if sparse else "hybrid_mla" if state_slot else "mla"
+        geometry = Geometry(layers, hidden, 1, latent + rope, attention)
+        return Layout(total, total, state_slot, slots, 0, True, geometry, note + _state_note(kinds, state_slot))
+    if kv_dtype == "fp8_ds_mla":
+        raise ConfigurationError("fp8_ds_mla is a format of MLA models; this model has none: use fp8 or auto")
+    heads = fields.count("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads", default=heads)
+    head_dim = fields.count("head_dim", default=hidden // heads)
+    head_bytes = 2 * head_dim * element_bytes
+    rank_heads = -(-kv_heads // tp_size)
+    window_bytes = 0
+    if sliding:
+        window_bytes = sliding * fields.count("sliding_window") * rank_heads * head_bytes
+    note = f"{full} layers of {kv_heads} KV heads of {head_dim}"
+    if sliding:
+        note += f", {sliding} of a window of {fields.count('sliding_window')}"
+    return Layout(
+        full * kv_heads * head_bytes,
+        full * rank_heads * head_bytes,
+        state_slot,
+        slots,
+        window_bytes,
+        False,
+        Geometry(layers, hidden, kv_heads, head_dim, "gqa"),
+        note + _state_note(kinds, state_slot),
+    )
+
+
+class _Fields:
+    """A configuration's fields, their absence and their nonsense as sentences."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._values = values
+
+    def has(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def count(self, name: str, *, default: int | None = None) -> int:
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ConfigurationError(
+                f"the model's configuration has {name}={value!r} where a positive whole number is needed; "
+                "give the engine's log instead (--engine-log)"
+            )
+        return value
+
+    def text(self, *names: str, default: str) -> str:
+        for name in names:
+            value = self._values.get(name)
+            if isinstance(value, str):
+                return value.removeprefix("torch.")
+        return default
+
+    def items(self, name: str) -> Sequence[object]:
+        value = self._values.get(name)
+        return value if isinstance(value, list) else ()
+
+    def part(self, name: str) -> "_Fields | None":
+        value = self._values.get(name)
+        return _Fields(value) if isinstance(value, Mapping) else None
+
+    def number(self, name: str, *, default: int) -> int:
+        """A whole number of any sign, zero included."""
+        value = self._values.get(name)
+        return value if isinstance(value, int) else default
+
+    def is_off(self, name: str) -> bool:
+        return self._values.get(name) is False
+
+
+def _layer_kinds(fields: _Fields, layers: int) -> list[str]:
+    """For each layer: full, sliding or linear."""
+    linear = fields.part("linear_attn_config")
+    if linear is not None and linear.items("kda_layers"):
+        state = len(linear.items("kda_layers"))
+        return ["linear"] * state + ["full"] * (layers - state)
+    names = {
+        "full_attention": "full",
+        "attention": "full",
+        "indexed_attention": "full",
+        "sliding_attention": "sliding",
+        "linear_attention": "linear",
+    }
+    listed = fields.items("layer_types")
+    if listed:
+        unknown = {str(name) for name in listed} - set(names)
+        if unknown:
+            raise ConfigurationError(
+                f"layers of type {', '.join(sorted(unknown))} are not known here; "
+                "give the engine's log instead (--engine-log)"
+            )
+        return [names[str(name)] for name in listed]
+    if fields.has("linear_num_value_heads"):
+        interval = fields.count("full_attention_interval", default=4)
+        return ["linear" if (index + 1) % interval else "full" for index in range(layers)]
+    if fields.has("sliding_window") and not fields.is_off("use_sliding_window"):
+        return ["sliding"] * layers
+    for name in ("mamba_d_state", "ssm_cfg", "state_size", "hybrid_override_pattern"):
+        if fields.has(name):
+            raise ConfigurationError(
+                f"a model with {name} holds a state whose size is not known here; give the engine's log (--engine-log)"
+            )
+    return ["full"] * layers
+
+
+def _state_slot_bytes(fields: _Fields, state_layers: int, tp_size: int, model_bytes: int) -> int:
+    """Recurrent state and convolution window of all linear-attention layers, on one rank."""
+    if not state_layers:
+        return 0
+    kimi = fields.part("linear_attn_config")
+    if kimi is not None:
+        heads, head_dim = kimi.count("num_heads"), kimi.count("head_dim")
+        recurrent, channels = heads * head_dim * head_dim, 3 * heads * head_dim
+        kernel, state_bytes = kimi.count("short_conv_kernel_size", default=4), model_bytes
+    else:
+        key_heads, value_heads = fields.count("linear_num_key_heads"), fields.count("linear_num_value_heads")
+        key_dim, value_dim = fields.count("linear_key_head_dim"), fields.count("linear_value_head_dim")
+        recurrent, channels = value_heads * key_dim * value_dim, 2 * key_heads * key_dim + value_heads * value_dim
+        kernel = fields.count("linear_conv_kernel_dim", default=4)
+        state_bytes = _DTYPE_BYTES.get(fields.text("mamba_ssm_dtype", default=""), model_bytes)
+    per_layer = -(-recurrent // tp_size) * state_bytes + -(-channels // tp_size) * (kernel - 1) * model_bytes
+    return state_layers * per_layer
+
+
+def _indexer_layers(fields: _Fields, layers: int) -> int:
+    """Layers that keep keys of their own for choosing what to attend to; the others use the choice of one above."""
+    listed = fields.items("indexer_types")
+    if listed:
+        return sum(kind == "full" for kind in listed)
+    pattern = fields.text("index_topk_pattern", default="")
+    if pattern:
+        return pattern.count("F")
+    interval = fields.count("index_topk_freq", default=1)
+    offset = fields.number("index_skip_topk_offset", default=2)
+    return sum(max(index - offset + 1, 0) % interval == 0 for index in range(layers))
+
+
+def _state_note(kinds: Sequence[str], state_slot: int) -> str:
+    return f", {kinds.count('linear')} layers with a state of {state_slot} bytes a slot on a rank" if state_slot else ""
+
+
+# -- from an engine's log ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLog:
+    """What an engine said at its start. The memory is one rank's, the tokens are the engine's."""
+
+    kv_bytes_per_token_on_rank: float
+    kv_cache_tokens: int
+    tp_size: int
+    model: str | None
+    kv_dtype: str
+    step_tokens: int | None
+
+
+def read_engine_log(text: str) -> EngineLog:
+    """ConfigurationError: the two lines that say memory and tokens are not in it."""
+    memories = [float(found.replace(",", "")) for found in _find(r"Available KV cache memory: ([\d.,]+) GiB", text)]
+    sizes = [int(found.replace(",", "")) for found in _find(r"KV cache size: ([\d,]+) tokens", text)]
+    missing = [
+        line
+        for line, found in (("Available KV cache memory: ... GiB", memories), ("KV cache size: ... tokens", sizes))
+        if not found or found[-1] <= 0
+    ]
+    if missing:
+        raise ConfigurationError(
+            "the engine's log has no line '" + "' and none '".join(missing) + "'; give the whole log of one start at "
+            "log level INFO, or the model's config.json (--config)"
+        )
+    # Ranks may have a little more or less; the engine takes the least.
+    bytes_per_token = min(memories) * 2**30 / sizes[-1]
+    tp_sizes = _find(r"tensor_parallel_size=(\d+)", text)
+    models = _find(r"\bmodel='([^']+)'", text)
+    dtypes = _find(r"kv_cache_dtype=(\w+)", text)
+    steps = _find(r"max_num_batched_tokens=(\d+)", text)
+    return EngineLog(
+        bytes_per_token,
+        sizes[-1],
+        int(tp_sizes[-1]) if tp_sizes else 1,
+        models[-1] if models else None,
+        dtypes[-1] if dtypes else "auto",
+        int(steps[-1]) if steps else None,
+    )
+
+
+def _find(pattern: str, text: str) -> list[str]:
+    return re.findall(pattern, text)
+
+
+def layout_from_log(log: EngineLog, known: Layout | None, geometry: Geometry | None) -> Layout:
+    """The log's bytes; the rest from the configuration, where one was given too."""
+    replicated = known.replicated if known is not None else geometry is not None and geometry.kv_heads == 1
+    on_rank = log.kv_bytes_per_token_on_rank
+    return Layout(
+        on_rank if replicated else on_rank * log.tp_size,
+        on_rank,
+        known.state_slot_bytes_on_rank if known is not None else 0,
+        known.state_slots if known is not None else 0,
+        known.window_bytes_on_rank if known is not None else 0,
+        replicated,
+        known.geometry if known is not None else geometry,
+        f"the engine's log: {log.kv_cache_tokens} tokens, {on_rank:.0f} bytes each on a rank",
+    )
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    tokens: int
+    recompute_s: float
+    load_s: float
+    bytes_per_s_to_break_even: float
+
+    @property
+    def loads(self) -> bool:
+        return self.load_s < self.recompute_s
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """One tier. `needed_bytes` keeps every new token for `window_s`; `capacity_bytes` is what the operator named."""
+
+    name: str
+    link: TransferModel
+    link_is_measured: bool
+    break_even: BreakEven
+    lengths: tuple[Length, ...]
+    window_s: float
+    needed_bytes: float
+    capacity_bytes: int | None
+
+    def tokens(self, kv_bytes_per_token: float) -> int | None:
+        return None if self.capacity_bytes is None else int(self.capacity_bytes / kv_bytes_per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every `..._per_s` is the engine's: all its ranks together."""
+
+    layout: Layout
+    tp_size: int
+    gpu: Gpu | None
+    prefill: Prefill
+    tiers: tuple[TierPlan, ...]
+    tokens_per_s: float
+    tokens_per_s_is_measured: bool
+    new_share: float
+    drive_bytes: float
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """Written to disk when every new chunk is, which is the most there can be."""
+        return self.tokens_per_s * self.new_share * self.layout.kv_bytes_per_token
+
+    @property
+    def drive_writes_per_day(self) -> float:
+        return costmodel.drive_writes_per_day(self.write_bytes_per_s, self.drive_bytes)
+
+    def document(self) -> dict[str, object]:
+        """For `--json`. A break-even of null: a load never wins from any length on."""
+        layout = self.layout
+        return {
+            "kv_bytes_per_token": _number(layout.kv_bytes_per_token),
+            "kv_bytes_per_token_on_rank": _number(layout.kv_bytes_per_token_on_rank),
+            "state_slot_bytes_on_rank": layout.state_slot_bytes_on_rank,
+            "state_bytes_on_rank": layout.state_bytes_on_rank,
+            "tp_size": self.tp_size,
+            "layout": layout.note,
+            "prefill_source": self.prefill.source,
+            "gpu": None if self.gpu is None else _gpu_document(self.gpu),
+            "requests": [
+                {"tokens": tokens, "bytes_on_rank": _number(layout.request_bytes_on_rank(tokens))} for tokens in LENGTHS
+            ],
+            "break_even": {tier.name: _tier_document(tier) for tier in self.tiers},
+            "tiers": [
+                {
+                    "name": tier.name,
+                    "capacity_bytes": tier.capacity_bytes,
+                    "tokens": tier.tokens(layout.kv_bytes_per_token),
+                    "suggested_bytes": _number(tier.needed_bytes),
+                    "suggested_for_s": tier.window_s,
+                }
+                for tier in self.tiers
+            ],
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_is_measured": self.tokens_per_s_is_measured,
+            "new_share": self.new_share,
+            "disk_wear": {
+                "write_bytes_per_s": self.write_bytes_per_s,
+                "write_bytes_per_day": self.write_bytes_per_s * 86_400,
+                "drive_bytes": self.drive_bytes,
+                "drive_writes_per_day": self.drive_writes_per_day,
+            },
+        }
+
+
+def make_plan(
+    layout: Layout,
+    prefill: Prefill,
+    gpu: Gpu | None,
+    link_gpu: Gpu,
+    disk: Disk,
+    *,
+    tp_size: int,
+    step_tokens: int | None = None,
+    chunk_tokens: int = 512,
+    tokens_per_s: float | None = None,
+    new_share: float = 1.0,
+    cpu_bytes: int | None = None,
+    fs_bytes: int | None = None,
+    drive_bytes: float = DRIVE_BYTES,
+) -> Plan:
+    """`link_gpu`: whose link to host memory is assumed (that of `gpu`, where it is known).
+
+    `tokens_per_s`: prompt tokens a second, as measured; None: as fast as it can prefill prompts of 8,192 tokens, the
+    most there can be. `new_share`: of them that no cache holds.
+    """
+    assert layout.kv_bytes_per_token > 0, "a model that keeps nothing for its tokens"
+    model = prefill.recompute_model(step_tokens=step_tokens)
+    rate = tokens_per_s if tokens_per_s is not None else 8192 / costmodel.recompute_s(model, 0, 8192)
+    bytes_per_s = rate * new_share * layout.kv_bytes_per_token
+    link = link_gpu.link
+    # The disk delivers every rank's bytes; seen from one rank it is slower by their ratio.
+    share = layout.kv_bytes_per_token_on_rank / layout.kv_bytes_per_token
+    disk_on_rank = TransferModel(disk.read.bytes_per_s * share, disk.read.overhead_s, disk.read.descriptor_s)
+    chunk_bytes = round(layout.kv_bytes_per_token_on_rank * chunk_tokens)
+    both = costmodel.pipelined(disk_on_rank, link.expected, chunk_bytes)
+    tiers = (
+        _tier("cpu", link.expected, model, layout, CPU_WINDOW_S, bytes_per_s, cpu_bytes, measured=link.measured),
+        _tier("fs", both, model, layout, FS_WINDOW_S, bytes_per_s, fs_bytes, measured=link.measured),
+    )
+    return Plan(layout, tp_size, gpu, prefill, tiers, rate, tokens_per_s is not None, new_share, drive_bytes)
+
+
+def _tier(
+    name: str,
+    link: TransferModel,
+    model: RecomputeModel,
+    layout: Layout,
+    window_s: float,
+    bytes_per_s: float,
+    capacity_bytes: int | None,
+    *,
+    measured: bool,
+) -> TierPlan:
+    kv = layout.on_rank
+    lengths = tuple(
+        Length(
+            tokens,
+            costmodel.recompute_s(model, 0, tokens),
+            costmodel.transfer_s(link, kv.of(tokens)),
+            costmodel.bytes_per_s_to_break_even(model, kv, tokens, link.overhead_s),
+        )
+        for tokens in LENGTHS
+    )
+    break_even = costmodel.break_even(model, link, kv)
+    return TierPlan(name, link, measured, break_even, lengths, window_s, bytes_per_s * window_s, capacity_bytes)
+
+
+def gpu_memory(gpu: Gpu) -> tuple[float, float] | None:
+    """(what systems with this GPU offer, vLLM's share of it at its default), in bytes; None: not in the profile."""
+    whole = gpu.usable_bytes if gpu.usable_bytes is not None else gpu.memory_bytes
+    return None if whole is None else (whole, whole * GPU_MEMORY_UTILIZATION)
+
+
+def _gpu_document(gpu: Gpu) -> dict[str, object]:
+    memory = gpu_memory(gpu)
+    return {
+        "name": gpu.name,
+        "link": gpu.link.name,
+        "link_is_measured": gpu.link.measured,
+        "link_spec_bytes_per_s": gpu.link.spec_bytes_per_s,
+        "memory_bytes": gpu.memory_bytes,
+        "usable_bytes": None if memory is None else memory[0],
+        "engine_bytes": None if memory is None else memory[1],
+    }
+
+
+def _tier_document(tier: TierPlan) -> dict[str, object]:
+    return {
+        "tokens": _finite(tier.break_even.wins_from_tokens),
+        "below_tokens": tier.break_even.wins_below_tokens,
+        "link_bytes_per_s": tier.link.bytes_per_s,
+        "link_overhead_s": tier.link.overhead_s,
+        "link_is_measured": tier.link_is_measured,
+        "lengths": [
+            {
+                "tokens": length.tokens,
+                "recompute_s": length.recompute_s,
+                "load_s": length.load_s,
+                "loads": length.loads,
+                "bytes_per_s_to_break_even": _finite(length.bytes_per_s_to_break_even),
+            }
+            for length in tier.lengths
+        ],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number(value: float) -> int | float:
+    return int(value) if value == int(value) else value

@@ -1,0 +1,314 @@
+"""Sizes that a planner must get right, from configurations and from logs, and what the command prints."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvstore import plan, profiles
+from kvstore.cli import app
+from kvstore.errors import ConfigurationError
+from tests.unit.reference import reference_rows
+
+MIB = 2**20
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LLAMA_70B = {**LLAMA_8B, "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}
+QWEN3_235B = {
+    "num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+    "torch_dtype": "bfloat16", "sliding_window": None,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16",
+}  # fmt: skip
+DEEPSEEK_V32 = {**DEEPSEEK_V3, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
+GLM_52 = {
+    **DEEPSEEK_V32, "num_hidden_layers": 78, "hidden_size": 6144,
+    "index_topk_freq": 4, "index_skip_topk_offset": 3,
+}  # fmt: skip
+KIMI_K3 = {
+    "text_config": {
+        "num_hidden_layers": 93, "hidden_size": 7168, "num_attention_heads": 96, "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64, "dtype": "bfloat16",
+        "linear_attn_config": {
+            "kda_layers": list(range(1, 70)), "full_attn_layers": list(range(70, 94)), "num_heads": 96,
+            "head_dim": 128, "short_conv_kernel_size": 4,
+        },
+    },
+}  # fmt: skip
+GPT_OSS = {
+    "num_hidden_layers": 36, "hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 18, "dtype": "bfloat16",
+}  # fmt: skip
+QWEN35_397B = {
+    "num_hidden_layers": 60, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 256,
+    "dtype": "bfloat16", "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 15,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 64, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_dtype", "expected"),
+    [
+        (LLAMA_8B, "auto", 131_072),
+        (LLAMA_70B, "auto", 327_680),
+        (QWEN3_235B, "auto", 192_512),
+        (LLAMA_8B, "fp8", 65_536),
+        (DEEPSEEK_V3, "auto", 70_272),
+        (DEEPSEEK_V3, "fp8", 35_136),
+        (DEEPSEEK_V3, "fp8_ds_mla", 40_016),
+        (DEEPSEEK_V32, "fp8", 48_068),
+        (GLM_52, "auto", 92_628),
+        (GLM_52, "fp8", 53_940),
+        (KIMI_K3, "fp8", 13_824),
+        (KIMI_K3, "fp8_ds_mla", 15_744),
+        (KIMI_K3, "auto", 27_648),
+        (GPT_OSS, "auto", 36_864),
+        (QWEN35_397B, "auto", 30_720),
+    ],
+)
+def test_bytes_per_token(config: dict[str, object], kv_dtype: str, expected: int) -> None:
+    assert plan.layout_from_config(config, kv_dtype=kv_dtype).kv_bytes_per_token == expected
+
+
+@pytest.mark.parametrize(("kv_dtype", "expected"), [("auto", 1152), ("fp8", 576), ("fp8_ds_mla", 656)])
+def test_one_mla_layer(kv_dtype: str, expected: int) -> None:
+    layout = plan.layout_from_config({**DEEPSEEK_V3, "num_hidden_layers": 1}, kv_dtype=kv_dtype, tp_size=8)
+    assert layout.kv_bytes_per_token == expected
+    assert layout.kv_bytes_per_token_on_rank == expected, "every rank holds the whole latent"
+
+
+@pytest.mark.parametrize(
+    ("row_model", "config", "kv_dtype"),
+    [
+        ("Llama-3.1-8B", LLAMA_8B, "auto"),
+        ("Qwen3-235B-A22B", QWEN3_235B, "auto"),
+        ("DeepSeek-V3.2 (+indexer)", DEEPSEEK_V32, "fp8"),
+        ("GLM-5.2 fp8_ds_mla + indexer", GLM_52, "fp8"),
+        ("Kimi-K3 bf16", KIMI_K3, "auto"),
+        ("gpt-oss-120b (hybrid allocator)", GPT_OSS, "auto"),
+        ("Qwen3.5-397B", QWEN35_397B, "auto"),
+    ],
+)
+def test_bytes_per_token_are_those_of_the_reference(row_model: str, config: dict[str, object], kv_dtype: str) -> None:
+    rows = {row["model"]: row for row in reference_rows("kv_bytes_per_token.csv")}
+    expected = int(rows[row_model]["kv_bytes_per_token"])
+    assert plan.layout_from_config(config, kv_dtype=kv_dtype).kv_bytes_per_token == expected
+
+
+def test_layers_that_share_a_choice_keep_no_keys_for_it() -> None:
+    def bytes_per_token(**how: object) -> float:
+        return plan.layout_from_config({**DEEPSEEK_V32, "num_hidden_layers": 8, **how}).kv_bytes_per_token
+
+    assert bytes_per_token(indexer_types=["full", "shared"] * 4) == 8 * 1152 + 4 * 132
+    assert bytes_per_token(index_topk_pattern="FFSSSSSS") == 8 * 1152 + 2 * 132
+    assert bytes_per_token() == 8 * (1152 + 132)
+
+
+def test_a_kimi_k3_request_at_tensor_parallel_8() -> None:
+    layout = plan.layout_from_config(KIMI_K3, kv_dtype="fp8", tp_size=8, state_slots=4)
+    assert layout.kv_bytes_per_token_on_rank == 24 * 576
+    assert layout.state_slot_bytes_on_rank / MIB == pytest.approx(27.69, abs=0.005)
+    assert layout.state_bytes_on_rank / MIB == pytest.approx(110.8, abs=0.05)
+    for tokens, expected_mib in ((8192, 218.8), (32_768, 542.8), (131_072, 1838.8)):
+        assert layout.request_bytes_on_rank(tokens) / MIB == pytest.approx(expected_mib, abs=0.05)
+
+
+def test_a_window_and_a_state_do_not_grow_with_the_prompt() -> None:
+    assert plan.layout_from_config(GPT_OSS).window_bytes_on_rank == 4_718_592
+    qwen = plan.layout_from_config(QWEN35_397B, state_slots=1)
+    recurrent = 45 * 64 * 128 * 128 * 4
+    assert qwen.state_slot_bytes_on_rank == pytest.approx(recurrent, rel=0.02)
+    assert qwen.state_slot_bytes_on_rank > recurrent
+
+
+def test_heads_fewer_than_ranks_are_held_more_than_once() -> None:
+    assert plan.layout_from_config(QWEN3_235B, tp_size=4).kv_bytes_per_token_on_rank == 192_512 / 4
+    assert plan.layout_from_config(QWEN3_235B, tp_size=8).kv_bytes_per_token_on_rank == 192_512 / 4
+    assert plan.layout_from_config(QWEN3_235B, tp_size=8).kv_bytes_per_token == 192_512
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_dtype", "message"),
+    [
+        ({}, "auto", "num_hidden_layers"),
+        ({**LLAMA_8B, "num_hidden_layers": "many"}, "auto", "many"),
+        ({**LLAMA_8B, "layer_types": ["mamba"] * 32}, "auto", "mamba"),
+        ({**LLAMA_8B, "mamba_d_state": 128}, "auto", "--engine-log"),
+        (LLAMA_8B, "fp8_ds_mla", "MLA"),
+        (LLAMA_8B, "int3", "int3"),
+    ],
+)
+def test_what_is_not_known_is_refused_with_what_to_do(config: dict[str, object], kv_dtype: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        plan.layout_from_config(config, kv_dtype=kv_dtype)
+
+
+LOG = """\
+INFO [scheduler.py:307] Chunked prefill is enabled with max_num_batched_tokens=8192.
+INFO [core.py:133] Initializing a V1 LLM engine with config: model='/models/Llama-3.1-8B-Instruct', tokenizer='x', \
+tensor_parallel_size=2, pipeline_parallel_size=1, kv_cache_dtype=auto, seed=0
+(Worker_TP0) INFO [gpu_worker.py:760] Available KV cache memory: 55.50 GiB
+(Worker_TP1) INFO [gpu_worker.py:760] Available KV cache memory: 55.00 GiB
+INFO [kv_cache_utils.py:2327] GPU KV cache size: 901,120 tokens, Maximum concurrency: 6.9x
+"""
+
+
+def test_bytes_per_token_from_an_engines_log() -> None:
+    log = plan.read_engine_log(LOG)
+    assert log.kv_bytes_per_token_on_rank == 55.0 * 2**30 / 901_120 == 65_536
+    assert (log.tp_size, log.model, log.step_tokens) == (2, "/models/Llama-3.1-8B-Instruct", 8192)
+    geometry = profiles.geometry_of(log.model or "")
+    assert geometry == profiles.Geometry(32, 4096, 8, 128, "gqa")
+    assert plan.layout_from_log(log, None, geometry).kv_bytes_per_token == 131_072
+
+
+def test_the_latent_in_a_log_is_not_multiplied_by_the_ranks() -> None:
+    log = plan.read_engine_log(LOG.replace("Llama-3.1-8B-Instruct", "DeepSeek-V3.2"))
+    layout = plan.layout_from_log(log, None, profiles.geometry_of(log.model or ""))
+    assert layout.replicated
+    assert layout.kv_bytes_per_token == layout.kv_bytes_per_token_on_rank == 65_536
+
+
+@pytest.mark.parametrize("line", ["Available KV cache memory", "KV cache size"])
+def test_a_log_without_the_figures_names_what_it_lacks(line: str) -> None:
+    cut = "\n".join(found for found in LOG.splitlines() if line not in found)
+    with pytest.raises(ConfigurationError, match=line):
+        plan.read_engine_log(cut)
+
+
+def test_vllms_share_of_a_b300() -> None:
+    for name, usable in (("NVIDIA GB300", 279e9), ("NVIDIA B300 SXM6 AC", 270e9)):
+        gpu = profiles.find_gpu(name)
+        assert gpu is not None
+        memory = plan.gpu_memory(gpu)
+        assert memory == pytest.approx((usable, 0.92 * usable))
+
+
+def made(config: dict[str, object], *, gpu_name: str = "H100", tp_size: int = 1, **options: object) -> plan.Plan:
+    layout = plan.layout_from_config(config, tp_size=tp_size)
+    gpu = profiles.find_gpu(gpu_name)
+    assert gpu is not None
+    assert layout.geometry is not None
+    prefill = profiles.find_prefill(layout.geometry, gpu_name, tp_size)
+    return plan.make_plan(layout, prefill, gpu, gpu, profiles.find_disk(), tp_size=tp_size, **options)  # type: ignore[arg-type]
+
+
+def test_break_even_agrees_with_the_table_beside_it() -> None:
+    found = made(LLAMA_8B)
+    for tier in found.tiers:
+        assert [tier.break_even.wins(length.tokens) for length in tier.lengths] == [
+            length.loads for length in tier.lengths
+        ]
+    cpu, fs = found.tiers
+    assert cpu.break_even.wins_from_tokens < fs.break_even.wins_from_tokens
+
+
+def test_a_disk_serves_all_ranks_and_a_link_one() -> None:
+    one, four = made(LLAMA_70B, tp_size=1), made(LLAMA_70B, tp_size=4)
+    assert four.tiers[0].lengths[0].load_s < one.tiers[0].lengths[0].load_s
+    # From disk the same bytes cross, whoever asks; only the start differs.
+    disk_s = 131_072 * 327_680 / 11.6e9
+    assert four.tiers[1].lengths[-1].load_s == pytest.approx(disk_s, rel=0.02)
+    assert one.tiers[1].lengths[-1].load_s == pytest.approx(disk_s, rel=0.02)
+
+
+def test_writing_every_new_chunk_wears_a_drive() -> None:
+    found = made(LLAMA_8B, tokens_per_s=26_700.0)
+    assert found.write_bytes_per_s == pytest.approx(3.5e9, rel=0.01)
+    assert found.drive_writes_per_day == pytest.approx(39, rel=0.02)
+    assert made(LLAMA_8B, tokens_per_s=26_700.0, new_share=0.5).drive_writes_per_day == pytest.approx(19.7, rel=0.02)
+
+
+def test_tokens_that_a_tier_holds() -> None:
+    found = made(LLAMA_8B, cpu_bytes=512 * 2**30, fs_bytes=None)
+    cpu, fs = found.tiers
+    assert cpu.tokens(found.layout.kv_bytes_per_token) == 4_194_304
+    assert fs.tokens(found.layout.kv_bytes_per_token) is None
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    return result.exit_code, result.stdout
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    return path
+
+
+def test_json_has_bytes_per_token_and_break_even_per_tier(config_file: Path) -> None:
+    code, output = run("--config", config_file, "--gpu", "NVIDIA B300 SXM6 AC", "--cpu-bytes", "512GiB", "--json")
+    assert code == 0
+    document = json.loads(output)
+    assert document["kv_bytes_per_token"] == 131_072
+    assert set(document["break_even"]) == {"cpu", "fs"}
+    assert document["break_even"]["cpu"]["tokens"] > 0
+    assert [row["tokens"] for row in document["break_even"]["fs"]["lengths"]] == list(plan.LENGTHS)
+    assert document["gpu"]["usable_bytes"] == 270e9
+    assert document["tiers"][0]["tokens"] == 4_194_304
+    assert document["disk_wear"]["drive_writes_per_day"] > 1
+
+
+def test_the_table_says_from_where_on_a_load_pays(config_file: Path) -> None:
+    code, output = run("--config", config_file.parent, "--gpu", "H100")
+    assert code == 0
+    assert "131,072 bytes a token" in output
+    assert "pays from" in output
+    assert "drive writes a day" in output
+
+
+def test_a_log_alone_is_enough_for_a_known_model(tmp_path: Path) -> None:
+    path = tmp_path / "engine.log"
+    path.write_text(LOG)
+    code, output = run("--engine-log", path, "--json")
+    assert code == 0
+    document = json.loads(output)
+    assert document["kv_bytes_per_token"] == 131_072
+    assert document["tp_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--config"),
+        (["--config", "no-such-file.json"], "no-such-file.json"),
+        (["--engine-log", "{log}"], "no profile"),
+        (["--config", "{config}", "--cpu-bytes", "much"], "--cpu-bytes"),
+        (["--config", "{log}"], "JSON"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_says_what_to_do(
+    arguments: list[str], message: str, config_file: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text(LOG.replace("Llama-3.1-8B-Instruct", "own-model"))
+    code, output = run(*(part.format(config=config_file, log=log) for part in arguments), "--json")
+    assert code == 2
+    error = json.loads(output)["error"]
+    assert error["kind"] == "ConfigurationError"
+    assert message in error["message"]
+
+
+def test_a_plot_is_drawn_or_says_what_to_install(config_file: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    code, output = run("--config", config_file, "--plot", picture, "--json")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        assert code == 2
+        assert "pip install matplotlib" in json.loads(output)["error"]["message"]
+    else:
+        assert code == 0
+        assert picture.stat().st_size > 0
