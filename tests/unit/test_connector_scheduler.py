@@ -335,7 +335,7 @@ def test_slots_are_asked_for_when_a_request_arrives_and_kept_while_it_runs(engin
 def test_room_for_a_chain_is_not_made_of_its_own_end(engine):
     cold = engine.serve("cold", PROMPT, max_tokens=20)
     slots = {key: slot for (_, _, key), slot in engine.daemon.stored.items()}
-    slot = slots[cold.block_hashes[9]]  # the prompt's last chunk, when the answer's first one wanted a slot
+    slot = slots[cold.block_hashes[11]]  # the first chunk with tokens of the answer, when the next one wanted a slot
     assert (slot, engine.daemon.generations[slot]) in engine.steps.tails
 
 
