@@ -2,7 +2,7 @@
 
 Two kinds of process use it. The daemon owns one `Index`, the only writer of the table. Every attached process maps the
 table read-only (`Table`) and the arena (`Arena`), and copies with a `Copier`. Calls that may take long release the GIL
-(`populate`, `fill`, lookups of more than 1,024 keys, the copier's); `Index` and small lookups keep it, for they take
+(`populate`, `fill`, lookups of more than 8,192 keys, the copier's); `Index` and small lookups keep it, for they take
 microseconds and getting it back from a busy thread can take its switch interval of 5 ms.
 
 Slot numbers: the arena is cut into units of `unit_bytes`; slot = unit * slots_per_unit + i, where

@@ -204,6 +204,9 @@ void TableReader::current(std::span<const std::uint32_t> slots, std::span<const 
 }
 
 TableWriter::TableWriter(std::byte* memory, const TableShape& shape, const Id& instance_id) : shape_(shape) {
+    if (reinterpret_cast<const Header*>(memory)->magic != 0) {
+        throw std::invalid_argument("the memory holds a table already: a table begins in fresh memory");
+    }
     populate(reinterpret_cast<std::uintptr_t>(memory), shape.generations_offset());
     header_ = new (memory) Header{};
     header_->version = TABLE_VERSION;

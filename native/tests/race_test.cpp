@@ -8,8 +8,11 @@
 //     race_test                        must end with "ok"
 //     race_test ignore-generations     must find wrong bytes (exit 1): else this test could not fail
 //     race_test planted-race           must be reported by the thread sanitizer
+//     race_test entries                readers against a writer that never leaves one bucket: no entry may be torn;
+//                                      must end with "ok", and must not in a build without the sequence check
 //
 // All threads use one map of each memory, for the thread sanitizer knows places by their address.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -139,10 +142,69 @@ void read(Shared& shared, int number, Copier* copier) {
     }
 }
 
+// Eight keys share one home bucket; each always has its own slot and generation. The writer exchanges them without a
+// pause, so that most reads meet a write.
+constexpr std::uint32_t CROWD = 8;
+constexpr std::uint64_t EXCHANGES = 3'000'000;
+constexpr std::uint64_t EXCHANGES_MAX = 300'000'000;
+constexpr std::uint64_t ENTRIES_READ_MIN = 500'000;  // by each reader
+
+Digest crowd_digest(std::uint32_t key) {
+    return {0, key + 1};
+}
+
+bool race_for_entries() {
+    const auto memory = shared_memory("table", shape().table_bytes());
+    TableWriter writer(memory->data(), shape(), Id{});
+    std::atomic<bool> stop{false};
+    std::atomic<std::uint64_t> torn{0};
+    std::atomic<std::uint64_t> read[READERS]{};
+    std::vector<std::thread> readers;
+    for (int i = 0; i < READERS; ++i) {
+        readers.emplace_back([&, i] {
+            const TableReader table(memory->data(), memory->size());
+            for (std::uint32_t key = 0; !stop.load(); key = (key + 1) % CROWD) {
+                const Found found = table.find(crowd_digest(key));
+                if (found.where == Where::MISS) continue;
+                ++read[i];
+                if (found.at != Ref{key, 1000 + key}) ++torn;
+            }
+        });
+    }
+    std::mt19937 random(1);
+    bool present[CROWD] = {};
+    const auto all_read = [&] {
+        return std::all_of(std::begin(read), std::end(read), [](const auto& one) { return one >= ENTRIES_READ_MIN; });
+    };
+    for (std::uint64_t i = 0; torn == 0 && (i < EXCHANGES || (i < EXCHANGES_MAX && !all_read())); ++i) {
+        const std::uint32_t key = random() % CROWD;
+        if (present[key]) {
+            writer.erase(crowd_digest(key));
+        } else {
+            CHECK(writer.insert(crowd_digest(key), Where::CPU, {key, 1000 + key}, key));
+        }
+        present[key] = !present[key];
+    }
+    stop = true;
+    for (std::thread& reader : readers) reader.join();
+    CHECK(writer.problems().empty());
+    std::printf("%llu, %llu and %llu entries read, %llu torn\n", static_cast<unsigned long long>(read[0].load()),
+                static_cast<unsigned long long>(read[1].load()), static_cast<unsigned long long>(read[2].load()),
+                static_cast<unsigned long long>(torn.load()));
+    if (torn > 0) return false;
+    CHECK(all_read());
+    return true;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
     const std::string name = count > 1 ? arguments[1] : "";
+    if (name == "entries") {
+        if (!race_for_entries()) return 1;
+        std::puts("ok");
+        return 0;
+    }
     Shared shared{};
     shared.mode = name == "ignore-generations" ? Mode::IGNORE_GENERATIONS
                   : name == "planted-race"     ? Mode::PLANTED_RACE

@@ -1,7 +1,8 @@
 """The native core under the address, undefined-behaviour and thread sanitizers, built here with the plain compiler.
 
-No Python in it: `native/tests/*.cpp` with the core's sources. The thread test has two variants that must fail, so that
-passing means something: one that ignores generations, and one with a planted race.
+No Python in it: `native/tests/*.cpp` with the core's sources. The thread test has three variants that must fail, so
+that passing means something: readers that ignore generations, readers that do not check sequence numbers, and a planted
+race.
 """
 
 import os
@@ -14,13 +15,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "native"
-FLAGS = ["-std=c++20", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{NATIVE}"]
+FLAGS = ["-std=c++20", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{NATIVE}"]
 # The thread sanitizer does not know fences (and says so); the words that they order are all atomics, which it knows.
 SANITIZERS = {
-    "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-    "threads": ["-fsanitize=thread", "-Wno-tsan"],
+    "memory": ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "threads": ["-O1", "-fsanitize=thread", "-Wno-tsan"],
 }
 PROGRAMS = [("memory", "core_test"), ("memory", "race_test"), ("threads", "race_test")]
+SEQUENCE_CHECK = "if (bucket.sequence.load(std::memory_order_relaxed) != sequence) continue;"
 COMPILERS_AT_ONCE = 2
 RUN_TIMEOUT_S = 120
 
@@ -56,7 +58,19 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
         parts = [str(objects[sanitizer, source.stem]) for source in core]
         _compile([*SANITIZERS[sanitizer], *parts, str(objects[sanitizer, name]), "-o", str(program)])
         built[sanitizer, name] = program
+    built["unchecked", "race_test"] = _without_sequence_check(folder, core, objects)
     return built
+
+
+def _without_sequence_check(folder: Path, core: list[Path], objects: dict[tuple[str, str], Path]) -> Path:
+    text = (NATIVE / "table.cpp").read_text()
+    assert text.count(SEQUENCE_CHECK) == 1, "the sequence check of the table's reader is spelled in another way now"
+    mutant = folder / "table_without_sequence_check.cpp"
+    mutant.write_text(text.replace(SEQUENCE_CHECK, ""))
+    parts = [str(objects["memory", source.stem]) for source in core if source.stem != "table"]
+    program = folder / "unchecked-race_test"
+    _compile([*SANITIZERS["memory"], str(mutant), *parts, str(objects["memory", "race_test"]), "-o", str(program)])
+    return program
 
 
 def _run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -78,6 +92,18 @@ def test_the_core_is_clean(programs: dict[tuple[str, str], Path], sanitizer: str
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("ok\n")
     assert done.stderr == ""
+
+
+def test_no_reader_sees_a_torn_entry(programs: dict[tuple[str, str], Path]) -> None:
+    done = _run(programs["memory", "race_test"], "entries")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert " 0 torn" in done.stdout
+
+
+def test_without_the_sequence_check_readers_see_torn_entries(programs: dict[tuple[str, str], Path]) -> None:
+    done = _run(programs["unchecked", "race_test"], "entries")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert " 0 torn" not in done.stdout
 
 
 def test_the_thread_sanitizer_reports_the_planted_race(programs: dict[tuple[str, str], Path]) -> None:

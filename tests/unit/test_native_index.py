@@ -347,6 +347,21 @@ def test_tenants_are_counted_while_they_have_chunks() -> None:
         assert store.index.stats()["tenants"] == 2
 
 
+def test_a_second_index_on_the_same_table_is_refused() -> None:
+    with native_store() as store:
+        store.put(1)
+        with pytest.raises(ValueError, match="holds a table already"):
+            _native.Index(
+                table_fd=store.table_fd,
+                table_bytes=os.fstat(store.table_fd).st_size,
+                arena=store.arena,
+                unit_bytes=store.unit_bytes,
+                index_key=INDEX_KEY,
+                instance_id=INSTANCE,
+            )
+        assert store.index.lookup(NAMESPACE, TENANT, [key_of(1)]) == bytes([_native.CPU])
+
+
 def test_a_table_too_small_for_the_arena_is_refused() -> None:
     table_fd = _native.create_memfd("table", 8192)
     arena_fd = _native.create_memfd("arena", 1 << 20)
