@@ -177,7 +177,7 @@ class SchedulerHalf(OffloadingManager):
         self._reset = False  # the cache was reset once: namespaces of before are out of reach for good
         self._retired: set[bytes] = set()
         self._moved: Attached | None = None  # the attachment that was told of the last reset
-        self._counts: dict[str, int] = {}
+        self._counts = dict.fromkeys(metrics.COUNTERS, 0)  # not yet told; zeros once, so that every series exists
         self._said: set[str] = set()
 
     # ---- requests

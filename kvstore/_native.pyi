@@ -181,6 +181,11 @@ class Index:
     def grant(self, group: int, chunk_bytes: int, count: int) -> list[tuple[int, int]]:
         """Up to `count` of (slot, generation), each generation raised before it is returned; fewer: the tier is full.
 
+        Evicts when nothing is free: of this class the least recently used chunk that has neither resident children nor
+        a lease (first those whose parent was taken from them), or a whole slab of another class not used since then.
+        Fewer slots than asked for means that all the rest is leased, granted, or a parent of such. `count` 0 only makes
+        the size class known.
+
         ValueError: chunk larger than the arena, or more than 32 size classes.
         """
 

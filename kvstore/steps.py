@@ -313,7 +313,7 @@ class Steps:
         deadline_s = time.monotonic() + timeout_s
         while True:
             if self._failure is not None:
-                raise self._failure
+                raise type(self._failure)(str(self._failure))  # several threads may end here
             if happened():
                 return
             if self._closing:

@@ -14,8 +14,8 @@ Invariants, each kept after every call:
 * At most one scheduler of a group is connected; at most one connected worker has a rank; the connected workers' ranges
   do not overlap, and a group is complete only when they tile one chunk.
 * A message's number is one more than the last one's. A number seen before is answered as before and not applied again.
-* Grants in flight: per group at most the larger of 64 slots and a sixteenth of the arena; all together a quarter of it;
-  and a group that holds none may always have one.
+* Grants in flight: per group at most the larger of 64 slots and a sixteenth of the arena; all together a quarter of
+  the arena; and a group that holds none may always have one.
 * The first probe of each (engine family, hash algorithm) stays for the daemon's life; a group that sent another value
   is refused for its own life.
 * A reference of another instance is never looked at.

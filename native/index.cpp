@@ -22,10 +22,15 @@ std::vector<Ref> Index::grant(std::uint64_t group, std::uint64_t chunk_bytes, st
     const std::uint64_t bytes = class_bytes_of(chunk_bytes);
     slabs_.require_class(bytes);
     std::vector<Ref> granted;
+    Move move;
     while (granted.size() < count) {
         const auto slot = slabs_.take(bytes);
-        if (!slot) break;
+        if (!slot) {
+            if (!make_room(bytes, move)) break;
+            continue;
+        }
         *slabs_.find(*slot) = {Slot::Holder::GROUP, group};
+        ++slabs_.slab_of(*slot).granted;
         groups_[group].grants.insert(*slot);
         ++grant_count_;
         granted_bytes_ += bytes;
@@ -51,6 +56,7 @@ void Index::end_grant(std::uint64_t group, std::uint32_t slot) {
     const auto erased = groups_.at(group).grants.erase(slot);
     assert(erased == 1);
     --grant_count_;
+    --slabs_.slab_of(slot).granted;
     granted_bytes_ -= class_bytes(slot);
 }
 
@@ -120,16 +126,17 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     record.tenant = tenants_.take(commit.tenant);
     record.digest = digest;
     record.at = commit.at;
-    record.tick = ++tick_;
-    if (!commit.parent.empty()) {
-        record.parent = find(hasher(commit.parent), name_space, commit.tenant, commit.parent);
-        if (record.parent == number) record.parent = NO_RECORD;  // a chunk that names itself has no parent
-        if (record.parent != NO_RECORD) ++records_[record.parent].children;
-    }
     end_grant(group, commit.at.slot);
     *slabs_.find(commit.at.slot) = {Slot::Holder::CHUNK, number};
     used_bytes_ += class_bytes(commit.at.slot);
     ++chunk_count_;
+    use(record);
+    list(number);
+    if (!commit.parent.empty()) {
+        record.parent_digest = hasher(commit.parent);
+        const std::uint32_t parent = find(record.parent_digest, name_space, commit.tenant, commit.parent);
+        if (parent != NO_RECORD && parent != number) set_parent(number, parent);
+    }
     return CommitCode::STORED;
 }
 
@@ -195,7 +202,11 @@ std::vector<bool> Index::lease(std::uint64_t group, std::span<const Ref> refs, s
         }
         const auto [held, first] = groups_[group].leases.insert_or_assign(ref.slot, Lease{ref.generation, deadline_ms});
         if (first) {
-            if (record.leases == 0) pinned_bytes_ += bytes;
+            unlist(number);
+            if (record.leases == 0) {
+                pinned_bytes_ += bytes;
+                ++slabs_.slab_of(ref.slot).leased;
+            }
             ++record.leases;
             ++lease_count_;
         }
@@ -212,7 +223,10 @@ void Index::drop_lease(std::uint32_t slot) {
     assert(record.leases > 0);
     --lease_count_;
     --record.leases;
-    if (record.leases == 0) pinned_bytes_ -= class_bytes(slot);
+    if (record.leases > 0) return;
+    pinned_bytes_ -= class_bytes(slot);
+    --slabs_.slab_of(slot).leased;
+    list(static_cast<std::uint32_t>(held->owner));
 }
 
 std::vector<bool> Index::release(std::uint64_t group, std::span<const Ref> refs) {
@@ -269,18 +283,154 @@ void Index::end_group(std::uint64_t group) {
     end_leases(group);
     const auto found = groups_.find(group);
     if (found == groups_.end()) return;
-    const std::vector<std::uint32_t> slots(found->second.grants.begin(), found->second.grants.end());
+    std::vector<std::uint32_t> slots(found->second.grants.begin(), found->second.grants.end());
+    std::sort(slots.begin(), slots.end());  // the order of the free list does not depend on a hash
     for (const std::uint32_t slot : slots) drop_grant(group, slot);
     groups_.erase(group);
+}
+
+// ---- Eviction ----
+
+bool Index::make_room(std::uint64_t class_bytes, Move& move) {
+    if (!move.looked) {
+        for (const auto& slab : slabs_.slabs()) {
+            if (slab && !slab->newest_known) find_newest(*slab);
+        }
+        move.window = slabs_.oldest_window(class_bytes);
+        move.looked = true;
+    }
+    const std::set<Victim>& victims = victims_[class_bytes];
+    const bool may_move = move.window && !move.done;
+    if (!victims.empty()) {
+        const Victim& oldest = *victims.begin();
+        if (!may_move || (oldest.parented ? oldest.tick : 0) < move.window->newest) {
+            evict(oldest.record);
+            return true;
+        }
+    }
+    if (!may_move) return false;
+    move_slabs(*move.window);
+    move.done = true;
+    return true;
+}
+
+void Index::find_newest(Slab& slab) const {
+    slab.newest = 0;
+    for (const Slot& slot : slab.slots) {
+        if (slot.holder == Slot::Holder::CHUNK) slab.newest = std::max(slab.newest, records_[slot.owner].tick);
+    }
+    slab.newest_known = true;
+}
+
+void Index::move_slabs(const Window& window) {
+    for (const std::uint32_t first_unit : slabs_.slabs_in(window)) {
+        const Slab& slab = slabs_.slab_at(first_unit);
+        for (std::uint32_t place = 0; place < slab.carved; ++place) {
+            if (slab.slots[place].holder == Slot::Holder::CHUNK) {
+                evict(static_cast<std::uint32_t>(slab.slots[place].owner));
+            }
+            // Bytes of this slot will be parts of others, with generations of their own.
+            table_.raise_generation(slabs_.number(slab, place));
+        }
+        slabs_.dissolve(first_unit);
+    }
+}
+
+void Index::evict(std::uint32_t number) {
+    Record& record = records_[number];
+    assert(record.live && record.leases == 0);
+    unlist(number);
+    table_.erase(record.digest);
+    while (record.first_child != NO_RECORD) {
+        const std::uint32_t child = record.first_child;
+        leave_parent(child);
+        unlist(child);
+        records_[child].orphan = true;
+        list(child);
+    }
+    unlist(number);  // without children it was listed again
+    if (record.parent != NO_RECORD) leave_parent(number);
+    Slab& slab = slabs_.slab_of(record.at.slot);
+    if (record.tick == slab.newest) slab.newest_known = false;
+    used_bytes_ -= slab.class_bytes;
+    --chunk_count_;
+    ++eviction_count_;
+    slabs_.give_back(record.at.slot);
+    namespaces_.give_back(record.name_space);
+    tenants_.give_back(record.tenant);
+    record = Record{};
+    free_records_.push_back(number);
+}
+
+void Index::use(Record& record) {
+    record.tick = ++tick_;
+    Slab& slab = slabs_.slab_of(record.at.slot);
+    slab.newest = record.tick;
+    slab.newest_known = true;
+}
+
+void Index::set_parent(std::uint32_t child, std::uint32_t parent) {
+    assert(child != parent && records_[child].parent == NO_RECORD);
+    unlist(child);
+    unlist(parent);
+    Record& record = records_[child];
+    record.orphan = false;
+    record.parent = parent;
+    record.next_sibling = records_[parent].first_child;
+    if (record.next_sibling != NO_RECORD) records_[record.next_sibling].previous_sibling = child;
+    records_[parent].first_child = child;
+    ++records_[parent].children;
+    list(child);
+}
+
+void Index::leave_parent(std::uint32_t child) {
+    Record& record = records_[child];
+    Record& parent = records_[record.parent];
+    assert(parent.children > 0);
+    if (record.previous_sibling == NO_RECORD) {
+        parent.first_child = record.next_sibling;
+    } else {
+        records_[record.previous_sibling].next_sibling = record.next_sibling;
+    }
+    if (record.next_sibling != NO_RECORD) records_[record.next_sibling].previous_sibling = record.previous_sibling;
+    --parent.children;
+    list(record.parent);
+    record.parent = record.next_sibling = record.previous_sibling = NO_RECORD;
+}
+
+bool Index::descends_from(std::uint32_t record, std::uint32_t ancestor) const {
+    for (; record != NO_RECORD; record = records_[record].parent) {
+        if (record == ancestor) return true;
+    }
+    return false;
+}
+
+void Index::unlist(std::uint32_t record) {
+    victims_[class_bytes(records_[record].at.slot)].erase(victim(record));
+}
+
+void Index::list(std::uint32_t record) {
+    if (is_evictable(records_[record])) victims_[class_bytes(records_[record].at.slot)].insert(victim(record));
 }
 
 // ---- Recency and lookup ----
 
 void Index::touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys) {
     const Hasher hasher = hasher_for(index_key_, name_space, tenant);
+    std::uint32_t child = NO_RECORD;
     for (std::size_t i = keys.size(); i-- > 0;) {  // tail first: no parent is ever older than its child
-        const std::uint32_t number = find(hasher(keys[i]), name_space, tenant, keys[i]);
-        if (number != NO_RECORD) records_[number].tick = ++tick_;
+        const Digest digest = hasher(keys[i]);
+        const std::uint32_t number = find(digest, name_space, tenant, keys[i]);
+        if (number != NO_RECORD) {
+            unlist(number);
+            use(records_[number]);
+            list(number);
+            // A parent that came back, or came after its child, is its parent again.
+            const bool named =
+                child != NO_RECORD && records_[child].parent == NO_RECORD && records_[child].parent_digest == digest;
+            if (named && !descends_from(number, child)) set_parent(child, number);
+        }
+        child = number;
     }
 }
 
@@ -352,12 +502,14 @@ std::vector<std::string> Index::problems() const {
     std::uint64_t used = 0, granted = 0, chunks = 0, grants = 0;
     for (const auto& slab : slabs_.slabs()) {
         if (!slab) continue;
+        std::uint64_t newest = 0, slab_grants = 0, slab_leased = 0;
         for (std::size_t place = 0; place < slab->slots.size(); ++place) {
             const Slot& slot = slab->slots[place];
             const std::uint32_t number = slabs_.number(*slab, place);
             const std::string name = "slot " + std::to_string(number);
             if (slot.holder == Slot::Holder::GROUP) {
                 ++grants;
+                ++slab_grants;
                 granted += slab->class_bytes;
                 const auto group = groups_.find(slot.owner);
                 if (group == groups_.end() || !group->second.grants.contains(number)) {
@@ -368,8 +520,15 @@ std::vector<std::string> Index::problems() const {
                 used += slab->class_bytes;
                 const bool known = slot.owner < records_.size() && records_[slot.owner].live;
                 if (!known || records_[slot.owner].at.slot != number) add(name + " holds a chunk that lies elsewhere");
+                if (!known) continue;
+                newest = std::max(newest, records_[slot.owner].tick);
+                slab_leased += records_[slot.owner].leases > 0 ? 1 : 0;
             }
         }
+        const std::string name = "the slab at unit " + std::to_string(slab->first_unit);
+        expect((name + ", grants").c_str(), slab_grants, slab->granted);
+        expect((name + ", leased chunks").c_str(), slab_leased, slab->leased);
+        if (slab->newest_known ? slab->newest != newest : slab->newest < newest) add(name + " has a wrong newest tick");
     }
     expect("used_bytes", used, used_bytes_);
     expect("granted_bytes", granted, granted_bytes_);
@@ -395,7 +554,9 @@ std::vector<std::string> Index::problems() const {
     expect("groups' grants", group_grants, grant_count_);
     expect("leases", leases, lease_count_);
 
-    // Records.
+    // Records, and the order in which they go.
+    std::size_t evictable = 0, listed = 0;
+    for (const auto& [class_bytes, victims] : victims_) listed += victims.size();
     std::vector<std::uint32_t> children(records_.size(), 0);
     std::uint64_t live = 0, pinned = 0;
     for (std::uint32_t number = 0; number < records_.size(); ++number) {
@@ -409,7 +570,19 @@ std::vector<std::string> Index::problems() const {
         const auto leased = leases_of.find(record.at.slot);
         expect((name + " leases").c_str(), leased == leases_of.end() ? 0 : leased->second, record.leases);
         if (record.leases > 0) pinned += class_bytes(record.at.slot);
+        if (is_evictable(record)) {
+            ++evictable;
+            const auto victims = victims_.find(class_bytes(record.at.slot));
+            if (victims == victims_.end() || !victims->second.contains(victim(number)))
+                add(name + " can not be evicted");
+        }
+        std::uint32_t siblings = 0;
+        for (std::uint32_t child = record.first_child; child != NO_RECORD; child = records_[child].next_sibling) {
+            if (++siblings > record.children || records_[child].parent != number) break;
+        }
+        expect((name + ", children in its list").c_str(), siblings, record.children);
         if (record.parent == NO_RECORD) continue;
+        if (record.orphan) add(name + " is an orphan with a parent");
         const Record& parent = records_[record.parent];
         ++children[record.parent];
         if (!parent.live || parent.tenant != record.tenant || parent.name_space != record.name_space) {
@@ -421,6 +594,7 @@ std::vector<std::string> Index::problems() const {
             add("the chunk in slot " + std::to_string(records_[number].at.slot) + " counts its children wrongly");
         }
     }
+    expect("chunks that may be evicted", evictable, listed);
     expect("records", live, chunk_count_);
     expect("free records", records_.size() - live, free_records_.size());
     expect("pinned_bytes", pinned, pinned_bytes_);

@@ -7,6 +7,13 @@
 //
 // A slot's life: free -> granted to a group (generation raised) -> committed: it holds a chunk -> evicted: free.
 //                                                              `-> aborted, or the group ended: free
+//
+// Eviction happens in `grant`, when nothing is free: the least recently used chunk of the class that has neither
+// resident children nor a lease; one whose parent was taken from under it goes before all others. If another class's
+// slab holds only chunks that were last used before that one, the whole slab changes its class instead. Eviction itself
+// leaves the slot's generation alone; it rises when the slot is granted again, and a slab that changes its class has
+// the generations of all its old slots raised first. One call evicts at most as many chunks as slots were asked for,
+// and one slab (or run of slabs) full.
 #pragma once
 
 #include <array>
@@ -15,6 +22,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -78,8 +86,20 @@ class Index {
         Ref at;
         std::uint64_t tick = 0;  // of its last use
         std::uint32_t leases = 0;
+        Digest parent_digest;              // of the parent that the commit named; zero: none
         std::uint32_t parent = NO_RECORD;  // resident, same namespace and tenant
         std::uint32_t children = 0;        // resident chunks whose parent this is
+        std::uint32_t first_child = NO_RECORD;
+        std::uint32_t next_sibling = NO_RECORD;
+        std::uint32_t previous_sibling = NO_RECORD;
+        bool orphan = false;  // its parent was evicted before it
+    };
+    // Chunks that may be evicted, of one class, in the order in which they go: orphans, then by last use.
+    struct Victim {
+        bool parented;
+        std::uint64_t tick;
+        std::uint32_t record;
+        auto operator<=>(const Victim&) const = default;
     };
     struct Lease {
         std::uint64_t generation;
@@ -115,6 +135,27 @@ class Index {
     // The record of the chunk that this slot holds in this generation, or NO_RECORD.
     std::uint32_t chunk_at(Ref ref);
     std::uint32_t new_record();
+
+    // What one `grant` has found out about other classes' slabs.
+    struct Move {
+        bool looked = false;
+        bool done = false;
+        std::optional<Window> window;
+    };
+    bool make_room(std::uint64_t class_bytes, Move& move);
+    void find_newest(Slab& slab) const;
+    void move_slabs(const Window& window);
+    void evict(std::uint32_t record);
+    void use(Record& record);                                    // its tick becomes the newest
+    void set_parent(std::uint32_t child, std::uint32_t parent);  // the child has none
+    void leave_parent(std::uint32_t child);
+    bool descends_from(std::uint32_t record, std::uint32_t ancestor) const;
+    // Around every change of what decides whether and when a record is evicted.
+    void unlist(std::uint32_t record);
+    void list(std::uint32_t record);
+    bool is_evictable(const Record& record) const { return record.live && record.children == 0 && record.leases == 0; }
+    Victim victim(std::uint32_t record) const { return {!records_[record].orphan, records_[record].tick, record}; }
+
     void end_grant(std::uint64_t group, std::uint32_t slot);  // bookkeeping only; the slot is the caller's
     void drop_grant(std::uint64_t group, std::uint32_t slot);
     void drop_lease(std::uint32_t slot);
@@ -130,7 +171,8 @@ class Index {
     Slabs slabs_;
     std::deque<Record> records_;
     std::vector<std::uint32_t> free_records_;
-    std::unordered_map<std::uint64_t, Group> groups_;  // those that hold something
+    std::map<std::uint64_t, std::set<Victim>> victims_;  // by class_bytes
+    std::unordered_map<std::uint64_t, Group> groups_;    // those that hold something
     Interned namespaces_;
     Interned tenants_;
     std::uint64_t tick_ = 0;

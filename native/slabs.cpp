@@ -118,6 +118,11 @@ std::optional<std::uint32_t> Slabs::carve(Class& known) {
     return std::nullopt;
 }
 
+// Whether the run would hold a chunk, pre-faulted.
+bool Slabs::fits(std::uint32_t first_unit, std::uint32_t units, std::uint64_t class_bytes) const {
+    return run_bytes(first_unit, units) >= class_bytes && first_unit * unit_bytes_ + class_bytes <= prefaulted_bytes_;
+}
+
 // The first free run of the class's length; where there is none, the longest shorter one that holds at least a chunk.
 bool Slabs::add_slab(std::uint64_t class_bytes, Class& known) {
     std::uint32_t best_first = 0;
@@ -125,8 +130,7 @@ bool Slabs::add_slab(std::uint64_t class_bytes, Class& known) {
     for (std::uint32_t first = 0; first < owner_.size() && best_units < known.run_units;) {
         std::uint32_t units = 0;
         while (first + units < owner_.size() && owner_[first + units] == NO_UNIT && units < known.run_units) ++units;
-        const bool usable =
-            run_bytes(first, units) >= class_bytes && first * unit_bytes_ + class_bytes <= prefaulted_bytes_;
+        const bool usable = fits(first, units, class_bytes);
         if (usable && units > best_units) {
             best_first = first;
             best_units = units;
@@ -144,6 +148,58 @@ bool Slabs::add_slab(std::uint64_t class_bytes, Class& known) {
     known.open.push_back(best_first);
     slabs_[best_first] = std::move(slab);
     return true;
+}
+
+std::optional<Window> Slabs::oldest_window(std::uint64_t class_bytes) const {
+    if (classes_.size() == 1) return std::nullopt;
+    const auto units = static_cast<std::uint32_t>(owner_.size());
+    std::optional<Window> oldest;
+    // A run of the class's own length if there is one, else the longest shorter one.
+    for (std::uint32_t run = std::min(classes_.at(class_bytes).run_units, units); run > 0 && !oldest; --run) {
+        for (std::uint32_t first = 0; first + run <= units; ++first) {
+            if (!fits(first, run, class_bytes)) continue;
+            const auto newest = newest_if_movable(first, run, class_bytes);
+            if (newest && (!oldest || *newest < oldest->newest)) oldest = Window{first, run, *newest};
+        }
+    }
+    return oldest;
+}
+
+// The tick of the newest chunk in the slabs that reach into the run, if all of them may change to this class.
+std::optional<std::uint64_t> Slabs::newest_if_movable(std::uint32_t first_unit, std::uint32_t units,
+                                                      std::uint64_t class_bytes) const {
+    std::uint64_t newest = 0;
+    for (std::uint32_t unit = first_unit; unit < first_unit + units;) {
+        if (owner_[unit] == NO_UNIT) {
+            ++unit;
+            continue;
+        }
+        const Slab& slab = *slabs_[owner_[unit]];
+        assert(slab.newest_known);
+        if (slab.class_bytes == class_bytes || slab.granted > 0 || slab.leased > 0) return std::nullopt;
+        newest = std::max(newest, slab.newest);
+        unit = slab.first_unit + slab.units;
+    }
+    return newest;
+}
+
+std::vector<std::uint32_t> Slabs::slabs_in(const Window& window) const {
+    std::vector<std::uint32_t> found;
+    for (std::uint32_t unit = window.first_unit; unit < window.first_unit + window.units; ++unit) {
+        if (owner_[unit] != NO_UNIT && (found.empty() || found.back() != owner_[unit])) found.push_back(owner_[unit]);
+    }
+    return found;
+}
+
+void Slabs::dissolve(std::uint32_t first_unit) {
+    const Slab& slab = *slabs_[first_unit];
+    assert(std::all_of(slab.slots.begin(), slab.slots.end(),
+                       [](const Slot& slot) { return slot.holder == Slot::Holder::NOBODY; }));
+    Class& known = classes_.at(slab.class_bytes);
+    std::erase_if(known.free, [this, first_unit](std::uint32_t slot) { return slot / slots_per_unit_ == first_unit; });
+    std::erase(known.open, first_unit);
+    std::fill_n(owner_.begin() + first_unit, slab.units, NO_UNIT);
+    slabs_[first_unit].reset();
 }
 
 void Slabs::give_back(std::uint32_t slot) {

@@ -1,9 +1,9 @@
 // Which bytes of the arena are slots of which size, and which of them nobody holds.
 //
 // The arena is cut into units. A slab is a run of consecutive units that serves one size class (a chunk size rounded up
-// to 4 KiB); a slab gets its class when that class needs room. The run's length is chosen per class so that the arena
-// holds nearly as many chunks as its bytes allow. A slot's number is first unit * slots per unit + its place in the
-// slab, so that whoever knows the class can compute the address.
+// to 4 KiB); a slab gets its class when that class needs room, and loses it when another class needs the room more. The
+// run's length is chosen per class so that the arena holds nearly as many chunks as its bytes allow. A slot's number is
+// first unit * slots per unit + its place in the slab, so that whoever knows the class can compute the address.
 //
 // One thread. Pure: no memory is touched here.
 #pragma once
@@ -39,6 +39,18 @@ struct Slab {
     std::uint32_t units = 0;
     std::uint32_t carved = 0;  // slots below this were handed out at least once
     std::vector<Slot> slots;
+    // What the index knows of the slots, for the choice of the slab that changes its class.
+    std::uint32_t granted = 0;
+    std::uint32_t leased = 0;  // chunks with at least one lease
+    std::uint64_t newest = 0;  // tick of the last use of any chunk in here; 0: there is none
+    bool newest_known = true;  // false: that chunk has gone, and `newest` is too high
+};
+
+// Units that could become one slab, and the tick of the newest chunk that would go.
+struct Window {
+    std::uint32_t first_unit;
+    std::uint32_t units;
+    std::uint64_t newest;
 };
 
 class Slabs {
@@ -53,12 +65,20 @@ class Slabs {
     std::optional<std::uint32_t> take(std::uint64_t class_bytes);
     // The slot's holder becomes NOBODY; it is handed out again after all that were free before it.
     void give_back(std::uint32_t slot);
+    // Units of other classes' slabs, without grants and leases, whose newest chunk is the oldest; every slab's `newest`
+    // must be known. All slabs that reach into it would have to be dissolved.
+    std::optional<Window> oldest_window(std::uint64_t class_bytes) const;
+    std::vector<std::uint32_t> slabs_in(const Window& window) const;  // first units
+    // Nobody may hold a slot of it.
+    void dissolve(std::uint32_t first_unit);
     // Only bytes below the mark are handed out. std::invalid_argument: beyond the arena, or lower than before.
     void set_prefaulted(std::uint64_t nbytes);
 
     // Null for a number that is no slot at the moment.
     Slot* find(std::uint32_t slot);
     const Slab& slab_of(std::uint32_t slot) const { return *slabs_[owner_[slot / slots_per_unit_]]; }
+    Slab& slab_of(std::uint32_t slot) { return *slabs_[owner_[slot / slots_per_unit_]]; }
+    Slab& slab_at(std::uint32_t first_unit) { return *slabs_[first_unit]; }
     std::uint64_t offset(std::uint32_t slot) const;
     const std::vector<std::unique_ptr<Slab>>& slabs() const { return slabs_; }  // by first unit; null where none begins
     std::uint32_t number(const Slab& slab, std::size_t place) const {
@@ -77,6 +97,9 @@ class Slabs {
     std::uint64_t run_bytes(std::uint32_t first_unit, std::uint32_t units) const;
     std::optional<std::uint32_t> carve(Class& known);
     bool add_slab(std::uint64_t class_bytes, Class& known);
+    std::optional<std::uint64_t> newest_if_movable(std::uint32_t first_unit, std::uint32_t units,
+                                                   std::uint64_t class_bytes) const;
+    bool fits(std::uint32_t first_unit, std::uint32_t units, std::uint64_t class_bytes) const;
 
     std::uint64_t arena_bytes_;
     std::uint64_t unit_bytes_;

@@ -184,6 +184,9 @@ void an_index_is_sound_after_random_calls() {
             CHECK(index.problems().empty());
         }
     }
+    for (const auto& [name, value] : index.stats()) {
+        if (std::strcmp(name, "evictions") == 0) CHECK(value > 100);
+    }
 }
 
 void a_copy_changes_its_destination_and_nothing_beside_it() {

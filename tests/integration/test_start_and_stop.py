@@ -1,6 +1,7 @@
 """What `kvstore serve` does before it is ready, and when it ends: exit codes, messages, files left alone."""
 
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -59,6 +60,29 @@ def test_a_clean_stop_exits_0_and_leaves_only_the_lock_file(runtime_dir: Path) -
     assert [path.name for path in runtime_dir.iterdir()] == ["kvstore.lock"]
 
 
+def test_an_interrupt_is_a_clean_stop_too(daemon: Daemon) -> None:
+    daemon.process.send_signal(signal.SIGINT)
+    assert daemon.process.wait(WAIT_S) == 0
+
+
+def test_a_directory_with_strange_characters_serves(tmp_path_factory: pytest.TempPathFactory) -> None:
+    runtime_dir = tmp_path_factory.mktemp("r") / "a b%41?#ä"
+    with running_daemon(runtime_dir=runtime_dir) as daemon, client_of(daemon) as client:
+        assert client.put("s", {}) == {}
+        client.put("s", {key(1): payload(1)})
+        assert (client.get("s", [key(1)]), client.get("s", []), client.lookup("s", [])) == ([payload(1)], [], [])
+
+
+@needs_root
+def test_an_existing_directory_that_the_group_cannot_enter_is_left_as_it_is(runtime_dir: Path) -> None:
+    runtime_dir.mkdir(mode=0o700)
+    os.chown(runtime_dir, -1, 54321)
+    code, log = refused(runtime_dir, arguments=["--allow-uid", "54321", "--socket-mode", "0660"])
+    assert code == 2
+    assert f"chgrp 54321 {runtime_dir} and chmod 710 {runtime_dir}" in log
+    assert stat.S_IMODE(runtime_dir.stat().st_mode) == 0o700
+
+
 def test_sockets_are_for_their_owner_only(runtime_dir: Path) -> None:
     with running_daemon(runtime_dir=runtime_dir):
         modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in runtime_dir.iterdir()}
@@ -75,6 +99,7 @@ def test_sockets_are_for_their_owner_only(runtime_dir: Path) -> None:
         ({"arguments": ["--index-bytes", "1"]}, "--index-bytes is 1, and a table for an arena of 67108864 bytes takes"),
         ({"arguments": ["--fs-dir", "/x"]}, "No such option"),
         ({"arguments": ["--allow-uid", "12345"]}, "add --socket-mode 0660"),
+        ({"environment": {"KVSTORE_VERIFY": "1"}}, "KVSTORE_VERIFY is '1'"),
         ({"environment": {"KVSTORE_CPU_BYTE": "1"}}, "did you mean KVSTORE_CPU_BYTES?"),
     ],
 )

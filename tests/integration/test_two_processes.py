@@ -1,6 +1,7 @@
 """Chunks from one process to another, and what is left when one of them, or the daemon, dies."""
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from kvstore._native import fill, slot_offset
 from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
 from kvstore.errors import SeedMismatch, Unavailable
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, GroupState, Role, Session
 from kvstore.steps import Steps
 from kvstore.testing import Daemon, running_daemon
 from tests.integration.conftest import CHUNK_BYTES, WAIT_S, client_of, eventually, key, payload, python
@@ -68,8 +69,29 @@ def test_two_processes_with_different_seeds_never_meet(daemon: Daemon) -> None:
         client_of(daemon, hash_seed="00")
 
 
+def test_a_tier_whose_slots_are_all_leased_or_granted_rejects() -> None:
+    size = 1 << 20
+    other = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=size)
+    with (
+        running_daemon(cpu_bytes=2 * size) as daemon,
+        client_of(daemon, chunk_bytes=size) as client,
+        Session.attach(daemon.endpoint, other) as session,
+    ):
+        steps = Steps(session)
+        assert client.put("s", {key(1): payload(1, size)}) == {key(1): Stored()}
+        _, slots, generations = session.table.lookup(session.namespace_id, session.tenant_id("s"), [key(1)])
+        steps.lease(int(slots[0]), int(generations[0]))
+        [held] = steps.wait_grants(1, WAIT_S)
+        steps.settle(WAIT_S)
+        assert client.put("s", {key(2): payload(2, size)}) == {key(2): Rejected(RejectReason.TIER_FULL)}
+        steps.abort(*held)
+        steps.settle(WAIT_S)
+        assert client.put("s", {key(2): payload(2, size)}) == {key(2): Stored()}
+        assert client.get("s", [key(1), key(2)]) == [payload(1, size), payload(2, size)]
+
+
 def test_a_full_tier_rejects_the_tail_of_the_chain() -> None:
-    # Eviction, once it exists, makes room where chunks are not leased: so lease what was stored.
+    # Eviction will change the numbers here: without it, what is stored stays.
     size = 1 << 20
     with running_daemon(cpu_bytes=8 * size) as daemon, client_of(daemon, chunk_bytes=size) as client:
         chunks = {key(name): payload(name, size) for name in range(12)}
@@ -151,9 +173,9 @@ print(len(steps.wait_grants(200, 10)), flush=True)
 if len(sys.argv) > 2:
     import os
     if os.fork() == 0:  # a child that holds the memory, and would hold the socket
-        print("forked", flush=True)
+        os.write(1, b"forked\\n")
     else:
-        print("parent", flush=True)
+        os.write(1, b"parent\\n")
 signal.pause()
 """
 
@@ -253,6 +275,19 @@ client.close()
     assert "Stored()" in lines[1]
 
 
+def test_a_process_that_ends_without_closing_ends(daemon: Daemon) -> None:
+    careless = """
+import sys
+from kvstore.client import StoreClient
+client = StoreClient.attach(sys.argv[1], namespace={"model": "m"}, chunk_bytes=4096, hash_seed="0")
+print(client.put("s", {b"k" * 32: bytes(4096)}))
+"""
+    done = python(careless, daemon.endpoint)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    eventually(lambda: len(daemon.stats()["sessions"]) == 1, "only the asking session is left")  # type: ignore[arg-type]
+
+
 def test_a_broken_stream_is_mended_without_a_word(daemon: Daemon) -> None:
     attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
     with Session.attach(daemon.endpoint, attachment) as session:
@@ -285,3 +320,48 @@ def test_a_stopped_daemon_tells_its_clients(daemon: Daemon, client: StoreClient)
     daemon.stop()
     with pytest.raises(Unavailable, match=r"start one with `kvstore serve`"):
         client.lookup("s", [key(1)])
+
+
+def test_sessions_that_came_and_went_leave_nothing_in_either_process(daemon: Daemon) -> None:
+    def open_files() -> tuple[int, int, int]:
+        return (
+            len(os.listdir(f"/proc/{daemon.pid}/fd")),
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+        )
+
+    def come_and_go() -> None:
+        with client_of(daemon) as client:
+            client.put("s", {key(1): payload(1)})
+            client.get("s", [key(1)])
+
+    come_and_go()
+    settled = open_files()
+    for _ in range(10):
+        come_and_go()
+    eventually(lambda: all(now <= then for now, then in zip(open_files(), settled, strict=True)), "all is closed")
+
+
+def test_a_scheduler_learns_of_its_workers_without_asking(daemon: Daemon) -> None:
+    states: queue.Queue[GroupState] = queue.Queue()
+    engine = {"hash_seed": "0", "group": "engine", "world_size": 2}
+    with Session.attach(daemon.endpoint, Attachment(role=Role.SCHEDULER, **engine)) as scheduler:
+        assert not scheduler.group_state.complete
+        steps = Steps(scheduler, on_group=states.put)
+        steps.settle(WAIT_S)
+        ranks = [
+            Attachment(
+                role=Role.WORKER, rank=rank, namespace={"model": "m"}, chunk_bytes=8192, range_offset=4096 * rank,
+                range_bytes=4096, **engine,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        first = Session.attach(daemon.endpoint, ranks[0])
+        assert not states.get(timeout=WAIT_S).complete
+        with Session.attach(daemon.endpoint, ranks[1]) as second:
+            state = states.get(timeout=WAIT_S)
+            assert (state.complete, state.namespace_id, state.chunk_bytes) == (True, second.namespace_id, 8192)
+            assert scheduler.tenant_id("s") == second.tenant_id("s")
+            assert len(steps.wait_grants(3, WAIT_S)) == 3
+        assert not states.get(timeout=WAIT_S).complete
+        first.close()

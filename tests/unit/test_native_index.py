@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvstore import _native
-from tests.unit.native_store import INDEX_KEY, INSTANCE, KIB, NAMESPACE, TENANT, key_of, native_store
+from tests.unit.native_store import INDEX_KEY, INSTANCE, KIB, NAMESPACE, TENANT, NativeStore, key_of, native_store
 
 CHUNK = 64 * KIB
 OTHER_TENANT = b"tenant-b--------"
@@ -305,8 +305,8 @@ def test_a_group_that_ended_holds_nothing_and_its_chunks_stay() -> None:
         stats = store.index.stats()
         assert (stats["grants"], stats["leases"], stats["granted_bytes"], stats["pinned_bytes"]) == (0, 0, 0, 0)
         assert store.index.commit(1, NAMESPACE, [(*granted[0], TENANT, key_of(2), b"")]) == [_native.NOT_GRANTED]
+        assert len(store.index.grant(2, CHUNK, 3)) == 3
         assert store.index.lookup(NAMESPACE, TENANT, [key_of(1)]) == bytes([_native.CPU])
-        assert len(store.index.grant(2, CHUNK, 4)) == 3
 
 
 def test_verify_fills_grants_with_poison_and_counts_commits_that_left_some() -> None:
@@ -363,3 +363,150 @@ def test_a_table_too_small_for_the_arena_is_refused() -> None:
     arena.close()
     os.close(table_fd)
     os.close(arena_fd)
+
+
+def _resident(store: NativeStore, count: int) -> list[int]:
+    codes = store.index.lookup(NAMESPACE, TENANT, [key_of(number) for number in range(count)])
+    return [number for number, code in enumerate(codes) if code == _native.CPU]
+
+
+def test_the_least_recently_used_chunk_makes_room() -> None:
+    with native_store(4 * CHUNK) as store:
+        for number in range(4):
+            store.put(number)
+        store.index.touch(NAMESPACE, TENANT, [key_of(0)])
+        store.put(4)
+        assert _resident(store, 5) == [0, 2, 3, 4]
+        stats = store.index.stats()
+        assert (stats["evictions"], stats["used_bytes"]) == (1, 4 * CHUNK)
+
+
+def test_a_chunk_with_resident_children_stays_until_they_have_gone() -> None:
+    with native_store(4 * CHUNK) as store:
+        for number in range(4):
+            store.put(number, parent=key_of(number - 1) if number else b"")
+        for number in (10, 11):
+            store.put(number)
+        assert _resident(store, 4) == [0, 1]  # the tail went first, although the head is the oldest
+
+
+def test_touching_a_chain_makes_its_head_the_youngest() -> None:
+    with native_store(4 * CHUNK) as store:
+        for number in range(4):
+            store.put(number)  # no parents: only the touch says what is young
+        store.index.touch(NAMESPACE, TENANT, [key_of(number) for number in range(4)])
+        for number in (10, 11, 12):
+            store.put(number)
+        assert _resident(store, 4) == [0]
+
+
+def test_a_leased_chunk_is_not_evicted_and_goes_when_the_lease_has_ended() -> None:
+    with native_store(2 * CHUNK) as store:
+        leased = store.put(0)
+        store.put(1)
+        assert store.index.lease(1, [leased], 100) == [True]
+        store.put(2)
+        assert _resident(store, 3) == [0, 2]
+        assert store.index.expire_leases(100) == 1
+        store.put(3)
+        assert _resident(store, 4) == [2, 3]
+
+
+def test_nothing_is_granted_when_everything_is_leased_or_granted() -> None:
+    with native_store(2 * CHUNK) as store:
+        assert store.index.lease(1, [store.put(0)], 100) == [True]
+        assert len(store.index.grant(1, CHUNK, 5)) == 1
+        assert store.index.grant(2, CHUNK, 1) == []
+        assert store.index.stats()["evictions"] == 0
+
+
+def test_of_evicted_and_resident_slots_only_the_one_granted_again_changes_its_generation() -> None:
+    with native_store(4 * CHUNK) as store:
+        refs = [store.put(number) for number in range(4)]
+        table = store.table()
+        slots = np.array([slot for slot, _ in refs], np.uint32)
+        generations = np.array([generation for _, generation in refs], np.uint64)
+        [(slot, generation)] = store.index.grant(1, CHUNK, 1)
+        assert (slot, generation) == (refs[0][0], refs[0][1] + 1)
+        assert table.current(slots, generations) == b"\x00\x01\x01\x01"
+
+
+def test_another_class_gets_the_slab_whose_newest_chunk_is_oldest_and_all_its_old_slots_change() -> None:
+    small = 8 * KIB
+    with native_store(64 * 16 * KIB) as store:  # 64 units of 16 KiB, two small slots each
+        refs = [store.put(number, small) for number in range(128)]
+        store.index.touch(NAMESPACE, TENANT, [key_of(0), key_of(5)])  # the slabs of 0 and 1, of 4 and 5
+        assert len(store.index.grant(2, 16 * KIB, 1)) == 1
+        gone = sorted(set(range(128)) - set(_resident(store, 128)))
+        assert gone == [2, 3]
+        table = store.table()
+        slots = np.array([slot for slot, _ in refs], np.uint32)
+        generations = np.array([generation for _, generation in refs], np.uint64)
+        current = table.current(slots, generations)
+        assert [number for number in range(128) if not current[number]] == gone
+        assert store.index.stats()["evictions"] == 2
+
+
+def test_a_class_prefers_its_own_chunk_when_that_is_older_than_any_other_slab() -> None:
+    with native_store(64 * 16 * KIB) as store:
+        store.put(0, 16 * KIB)
+        for number in range(1, 127):
+            store.put(number, 8 * KIB)
+        store.put(200, 16 * KIB)
+        assert _resident(store, 127) == list(range(1, 127))
+
+
+def test_a_slab_with_a_lease_or_a_grant_does_not_change_class() -> None:
+    with native_store(32 * 4 * KIB) as store:  # 32 units, of which the large class needs 16 in a row
+        refs = [store.put(number, 4 * KIB) for number in range(16)]
+        [granted] = store.index.grant(1, 4 * KIB, 1)
+        refs += [store.put(number, 4 * KIB) for number in range(17, 32)]
+        assert store.index.lease(1, [refs[15]], 100) == [True]
+        assert store.index.grant(2, 64 * KIB, 1) == []  # each row of 16 has the one or the other in it
+        store.index.abort(1, [granted])
+        assert len(store.index.grant(2, 64 * KIB, 1)) == 1
+        assert _resident(store, 32) == list(range(16))
+
+
+def test_a_chunk_whose_parent_was_taken_goes_first_unless_the_parent_comes_back() -> None:
+    big, small = 16 * KIB, 8 * KIB
+
+    def filled(store: NativeStore) -> None:
+        store.put(0, big)  # a slab of its own: the oldest
+        store.put(1, small, parent=key_of(0))
+        for number in range(2, 127):
+            store.put(number, small)
+        assert len(store.index.grant(9, 4 * KIB, 1)) == 1  # a third class takes the oldest slab, and with it key 0
+        assert 0 not in _resident(store, 127)
+        store.index.touch(NAMESPACE, TENANT, [key_of(1)])  # young, but out of reach of a prefix
+
+    with native_store(64 * 16 * KIB) as store:
+        filled(store)
+        store.put(300, small)
+        assert 1 not in _resident(store, 127)
+    with native_store(64 * 16 * KIB) as store:
+        filled(store)
+        store.put(0, 4 * KIB)
+        store.index.touch(NAMESPACE, TENANT, [key_of(0), key_of(1)])
+        store.put(300, small)
+        assert {0, 1} <= set(_resident(store, 127))
+
+
+def test_chunks_that_name_each_other_as_parents_can_still_be_evicted() -> None:
+    with native_store(2 * CHUNK) as store:
+        store.put(0, parent=key_of(1))
+        store.put(1, parent=key_of(0))
+        store.index.touch(NAMESPACE, TENANT, [key_of(1), key_of(0)])
+        store.index.touch(NAMESPACE, TENANT, [key_of(0), key_of(0)])
+        store.put(2)
+        store.put(3)
+        assert _resident(store, 4) == [2, 3]
+
+
+def test_tenants_without_chunks_are_forgotten() -> None:
+    with native_store(CHUNK) as store:
+        store.put(0)
+        [ref] = store.index.grant(1, CHUNK, 1)
+        assert store.index.stats()["tenants"] == 0
+        assert store.index.commit(1, NAMESPACE, [(*ref, OTHER_TENANT, key_of(1), b"")]) == [_native.STORED]
+        assert store.index.stats()["tenants"] == 1

