@@ -65,6 +65,10 @@ class Table:
     def arena_bytes(self) -> int: ...
     @property
     def unit_bytes(self) -> int: ...
+    @property
+    def ready_bytes(self) -> int:
+        """How much of the arena, from its start, the daemon has pre-faulted so far. Only grows."""
+
     def heartbeat_age_ms(self) -> float:
         """Since the daemon's event loop last ran, by CLOCK_MONOTONIC."""
 

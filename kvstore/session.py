@@ -27,6 +27,7 @@ from kvstore.config import endpoint_paths, grpc_target
 from kvstore.errors import KVStoreError, NamespaceMismatch, NotAllowed, ProtocolError, Unavailable
 from kvstore.limits import MESSAGE_BYTES_MAX, TOKEN_METADATA_KEY
 from kvstore.namespace import canonical_json, seed_fingerprint, seed_problem
+from kvstore.premap import Premapping
 from kvstore.rpc.handover import FDS_PER_PACKET, PACKET_BYTES_MAX, Hello, Memory, Packet, Refusal, decode
 from kvstore.rpc.status import error_of
 from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
@@ -79,6 +80,7 @@ class Session:
         self.instance_id: bytes = reply.instance_id
         self.require_cache_salt: bool = reply.require_cache_salt
         self.group_state = GroupState.of(reply.group)
+        self.premapping: Premapping | None = None  # of a process that copies
         self.channel = channel
         self.metadata = ((TOKEN_METADATA_KEY, token.hex()),)
         self._memory = memory
@@ -144,6 +146,9 @@ class Session:
             sock.settimeout(None)
             session = cls(sock, channel, reply, hello.token, memory, table, arena)
             undo.pop_all()
+        if attachment.role in (Role.CLIENT, Role.WORKER):
+            session.premapping = Premapping(session.table, session.arena)
+            session.before_unmap(session.premapping.close)
         if on_lost is not None:
             session.when_lost(on_lost)
         return session

@@ -355,6 +355,7 @@ NB_MODULE(_native, m) {
                      })
         .def_prop_ro("arena_bytes", [](const PyTable& self) { return self.get().reader.shape().arena_bytes; })
         .def_prop_ro("unit_bytes", [](const PyTable& self) { return self.get().reader.shape().unit_bytes; })
+        .def_prop_ro("ready_bytes", [](const PyTable& self) { return self.get().reader.ready_bytes(); })
         .def("heartbeat_age_ms", &PyTable::heartbeat_age_ms)
         .def("lookup", &PyTable::lookup, "namespace"_a, "tenant"_a, "keys"_a)
         .def("current", &PyTable::current, "slots"_a.noconvert(), "generations"_a.noconvert())

@@ -57,7 +57,10 @@ class Index {
     Index& operator=(const Index&) = delete;
 
     void heartbeat() { table_.heartbeat(); }
-    void set_prefaulted(std::uint64_t nbytes) { slabs_.set_prefaulted(nbytes); }
+    void set_prefaulted(std::uint64_t nbytes) {
+        slabs_.set_prefaulted(nbytes);
+        table_.set_ready(nbytes);
+    }
 
     std::vector<Ref> grant(std::uint64_t group, std::uint64_t chunk_bytes, std::size_t count);
     std::vector<CommitCode> commit(std::uint64_t group, const Id& name_space, std::span<const Commit> commits);

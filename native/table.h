@@ -53,7 +53,7 @@ inline constexpr std::uint32_t NO_RECORD = UINT32_MAX;
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && sizeof(std::atomic<std::uint64_t>) == 8);
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free && sizeof(std::atomic<std::uint32_t>) == 4);
 
-// Written once, before the memory is shown to anybody, but for the heartbeat.
+// Written once, before the memory is shown to anybody, but for the two atomics.
 struct Header {
     std::uint64_t magic;
     std::uint64_t version;
@@ -65,6 +65,7 @@ struct Header {
     std::uint64_t generations_offset;
     std::uint64_t generation_count;
     alignas(64) std::atomic<std::uint64_t> heartbeat_ns;  // CLOCK_MONOTONIC
+    std::atomic<std::uint64_t> ready_bytes;               // of the arena, pre-faulted; only grows
 };
 static_assert(sizeof(Header) <= SLOT_ALIGNMENT);
 
@@ -105,6 +106,7 @@ class TableReader {
     const Id& instance_id() const { return instance_id_; }
     const TableShape& shape() const { return shape_; }
     std::uint64_t heartbeat_ns() const { return header_->heartbeat_ns.load(std::memory_order_relaxed); }
+    std::uint64_t ready_bytes() const { return header_->ready_bytes.load(std::memory_order_relaxed); }
 
     void find_all(const Hasher& hasher, std::span<const Bytes> keys, std::span<Found> found) const;
     Found find(const Digest& digest) const;
@@ -131,6 +133,7 @@ class TableWriter {
     TableWriter(std::byte* memory, const TableShape& shape, const Id& instance_id);
 
     void heartbeat() { header_->heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed); }
+    void set_ready(std::uint64_t nbytes) { header_->ready_bytes.store(nbytes, std::memory_order_relaxed); }
 
     // The record that `insert` was given, or NO_RECORD.
     std::uint32_t find(const Digest& digest) const;

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -102,6 +103,22 @@ def test_a_chain_longer_than_the_tier_keeps_its_head_and_its_tail_is_rejected() 
         assert set(client.put("s", other).values()) == {Stored()}  # another chain takes its end away
         assert client.get("s", list(chunks))[:6] == [*list(chunks.values())[:5], None]
         assert client.get("s", list(other)) == list(other.values())
+
+
+def test_a_process_that_copies_maps_the_arena_ahead_of_use() -> None:
+    with (
+        running_daemon(cpu_bytes="64MiB") as daemon,
+        Session.attach(
+            daemon.endpoint,
+            Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096),
+        ) as session,
+    ):
+        assert session.premapping is not None
+        assert session.premapping.wait(WAIT_S)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        fill(session.arena.address, session.arena.nbytes, 1)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        assert faults < 1000  # of 16,384 pages
 
 
 def test_threads_share_a_client(client: StoreClient) -> None:
