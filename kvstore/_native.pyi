@@ -1,7 +1,9 @@
 """The native core: bytes, keys, slots and file descriptors; no models, tokens or sockets.
 
 Two kinds of process use it. The daemon owns one `Index`, the only writer of the table. Every attached process maps the
-table read-only (`Table`) and the arena (`Arena`), and copies with a `Copier`. All batch calls release the GIL.
+table read-only (`Table`) and the arena (`Arena`), and copies with a `Copier`. Calls that may take long release the GIL
+(`populate`, `fill`, lookups of more than 1,024 keys, the copier's); `Index` and small lookups keep it, for they take
+microseconds and getting it back from a busy thread can take its switch interval of 5 ms.
 
 Slot numbers: the arena is cut into units of `unit_bytes`; slot = unit * slots_per_unit + i, where
 slots_per_unit = unit_bytes // 4096, and its bytes start at unit * unit_bytes + i * class_bytes, where class_bytes is
@@ -28,6 +30,11 @@ STORED: int  # 1
 PRESENT: int  # 2
 TIER_FULL: int  # 3  the table has no room for the entry
 NOT_GRANTED: int  # 7
+
+COPY_KERNEL: str  # "avx512", "avx2" or "plain": what this machine's copies use
+
+def digest(index_key: bytes, namespace: bytes, tenant: bytes, key: bytes) -> bytes:
+    """SipHash-2-4 with 128 bits of output, of namespace + tenant + key: what the table finds a chunk by."""
 
 def class_bytes(chunk_bytes: int) -> int: ...
 def slot_offset(slot: int, class_bytes: int, unit_bytes: int) -> int: ...
@@ -82,11 +89,18 @@ class Arena:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-    def view(self) -> memoryview: ...
-    def close(self) -> None: ...
+    def view(self) -> memoryview:
+        """Writable. Release it before `close`."""
+
+    def close(self) -> None:
+        """BufferError while a view is in use. An `Index` with verify keeps the memory mapped until it is gone."""
 
 class Finished:
-    """One job that ended. `failed` lists the indices into the job's slots whose generation had changed."""
+    """One job that ended. `failed` lists the indices into the job's slots whose generation had changed.
+
+    A job that failed whole (its region was removed, the copier was closed) lists all of its slots, or all of its
+    fragments where it has no slots, and has `nbytes` 0.
+    """
 
     @property
     def job(self) -> int: ...
@@ -101,11 +115,15 @@ class Copier:
     """A pool of threads that runs copy jobs, each split over the threads, with streaming stores, fenced at its end.
 
     Jobs start in order of submission. Fragments outside the regions added before are refused (ValueError, nothing
-    copied). Safe from many threads. `close` ends running jobs at the next fragment and joins the threads.
+    copied). Safe from many threads. `close` ends running jobs at the next fragment and joins the threads. At most
+    65,536 jobs wait, run or are not yet asked for (RuntimeError). In a forked child every call but `close` raises
+    RuntimeError.
     """
 
     def __init__(self, threads: int) -> None: ...
-    def add_region(self, address: int, nbytes: int) -> None: ...
+    def add_region(self, address: int, nbytes: int) -> None:
+        """The same region may be added more than once, and is then removed as often. A fragment lies in one region."""
+
     def remove_region(self, address: int) -> None:
         """Waits until no running job touches the region; queued jobs that do fail whole."""
 
@@ -120,7 +138,10 @@ class Copier:
         slots: NDArray[np.uint32] | None = None,
         generations: NDArray[np.uint64] | None = None,
     ) -> None:
-        """With a table: after the copy each slot's generation is compared, and those that changed are reported."""
+        """With a table: after the copy each slot's generation is compared, and those that changed are reported.
+
+        ValueError also for a job number that is queued or running.
+        """
 
     def finished(self) -> list[Finished]:
         """Jobs that ended since the last call. Does not wait."""
@@ -189,7 +210,7 @@ class Index:
 
     def stats(self) -> dict[str, int]:
         """used_bytes granted_bytes pinned_bytes chunks grants leases evictions entries entries_max tenants
-        poison_commits."""
+        poison_commits digest_collisions. `entries_max` counts every place of the table; an insert can fail before."""
 
     def problems(self) -> list[str]:
         """Every invariant that does not hold, a sentence each."""

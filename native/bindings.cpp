@@ -1,0 +1,450 @@
+// The Python face of the core: conversions, bounds and the interpreter's lock; nothing else.
+//
+// Calls that may take long (pre-faulting, filling, waiting, large lookups) release the interpreter's lock. Calls of
+// `Index` and small lookups keep it: they take microseconds, while getting the lock back from a busy thread can take
+// its whole switch interval (5 ms), and keeping it makes `Index` safe against a second thread that asks for `stats`.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+
+#include "arena.h"
+#include "copy.h"
+#include "digest.h"
+#include "index.h"
+#include "slabs.h"
+#include "table.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvstore {
+namespace {
+
+constexpr std::size_t LOOKUP_KEYS_UNDER_LOCK = 1024;
+
+template <typename T>
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using NumpyArray = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+using RefList = std::vector<std::tuple<std::uint32_t, std::uint64_t>>;
+using CommitList = std::vector<std::tuple<std::uint32_t, std::uint64_t, nb::bytes, nb::bytes, nb::bytes>>;
+
+Bytes bytes_of(const nb::bytes& bytes) {
+    return {reinterpret_cast<const std::byte*>(bytes.c_str()), bytes.size()};
+}
+
+Id id_of(const nb::bytes& bytes, const char* what) {
+    if (bytes.size() != 16) {
+        throw std::invalid_argument(std::string(what) + " of " + std::to_string(bytes.size()) +
+                                    " bytes: 16 are needed");
+    }
+    Id id;
+    std::memcpy(id.data(), bytes.c_str(), id.size());
+    return id;
+}
+
+void check_key(Bytes key) {
+    if (key.size() >= KEY_BYTES_MIN && key.size() <= KEY_BYTES_MAX) return;
+    throw std::invalid_argument("a key of " + std::to_string(key.size()) + " bytes: " + std::to_string(KEY_BYTES_MIN) +
+                                " to " + std::to_string(KEY_BYTES_MAX) + " are possible");
+}
+
+// The keys of a Python sequence, which stays alive, with its items, for as long as this does.
+class Keys {
+  public:
+    explicit Keys(nb::handle sequence) : items_(nb::steal(PySequence_Fast(sequence.ptr(), "keys are a sequence"))) {
+        if (!items_.is_valid()) throw nb::python_error();
+        const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(items_.ptr()));
+        PyObject** items = PySequence_Fast_ITEMS(items_.ptr());
+        keys_.reserve(count);
+        for (std::size_t i = 0; i < count; ++i) {
+            char* begin;
+            Py_ssize_t nbytes;
+            if (PyBytes_AsStringAndSize(items[i], &begin, &nbytes) != 0) throw nb::python_error();
+            keys_.emplace_back(reinterpret_cast<const std::byte*>(begin), static_cast<std::size_t>(nbytes));
+            check_key(keys_.back());
+        }
+    }
+    // From here on the keys are our own: another thread may change the sequence.
+    void detach() {
+        copies_.resize(keys_.size());
+        for (std::size_t i = 0; i < keys_.size(); ++i) {
+            std::memcpy(copies_[i].data(), keys_[i].data(), keys_[i].size());
+            keys_[i] = Bytes(copies_[i].data(), keys_[i].size());
+        }
+    }
+    std::span<const Bytes> get() const { return keys_; }
+
+  private:
+    nb::object items_;
+    std::vector<Bytes> keys_;
+    std::vector<std::array<std::byte, KEY_BYTES_MAX>> copies_;
+};
+
+std::vector<Ref> refs_of(const RefList& list) {
+    std::vector<Ref> refs;
+    refs.reserve(list.size());
+    for (const auto& [slot, generation] : list) refs.push_back({slot, generation});
+    return refs;
+}
+
+nb::list bools(const std::vector<bool>& values) {
+    nb::list list;
+    for (const bool value : values) list.append(nb::bool_(value));
+    return list;
+}
+
+template <typename T>
+NumpyArray<T> numpy_of(std::unique_ptr<T[]> values, std::size_t count) {
+    T* data = values.release();
+    nb::capsule owner(data, [](void* memory) noexcept { delete[] static_cast<T*>(memory); });
+    return NumpyArray<T>(data, {count}, owner);
+}
+
+template <typename T>
+std::span<const T> span_of(const Array<T>& array) {
+    return {array.data(), array.shape(0)};
+}
+
+std::size_t check_equal(std::size_t one, std::size_t other, const char* what) {
+    if (one != other) {
+        throw std::invalid_argument(std::string(what) + " differ in length: " + std::to_string(one) + " and " +
+                                    std::to_string(other));
+    }
+    return one;
+}
+
+// ---- Table ----
+
+struct PyTable {
+    PyTable(int fd, const nb::bytes& key) : index_key(id_of(key, "an index key")), mapped(new MappedTable(fd)) {}
+    const MappedTable& get() const { return *held(); }
+    std::shared_ptr<const MappedTable> held() const {
+        if (!mapped) throw std::invalid_argument("the table is closed");
+        return mapped;
+    }
+    double heartbeat_age_ms() const {
+        const std::uint64_t beat = get().reader.heartbeat_ns();
+        const std::uint64_t now = monotonic_ns();
+        return now > beat ? static_cast<double>(now - beat) / 1e6 : 0.0;
+    }
+    nb::tuple lookup(const nb::bytes& name_space, const nb::bytes& tenant, nb::handle sequence) const {
+        const auto table = held();
+        const Hasher hasher = hasher_for(index_key, id_of(name_space, "a namespace"), id_of(tenant, "a tenant"));
+        Keys keys(sequence);
+        const std::size_t count = keys.get().size();
+        std::vector<Found> found(count);
+        if (count > LOOKUP_KEYS_UNDER_LOCK) {
+            keys.detach();
+            nb::gil_scoped_release unlocked;
+            table->reader.find_all(hasher, keys.get(), found);
+        } else {
+            table->reader.find_all(hasher, keys.get(), found);
+        }
+        std::string codes(count, '\0');
+        auto slots = std::make_unique<std::uint32_t[]>(count);
+        auto generations = std::make_unique<std::uint64_t[]>(count);
+        for (std::size_t i = 0; i < count; ++i) {
+            codes[i] = static_cast<char>(found[i].where);
+            slots[i] = found[i].at.slot;
+            generations[i] = found[i].at.generation;
+        }
+        return nb::make_tuple(nb::bytes(codes.data(), count), numpy_of(std::move(slots), count),
+                              numpy_of(std::move(generations), count));
+    }
+    nb::bytes current(const Array<std::uint32_t>& slots, const Array<std::uint64_t>& generations) const {
+        const std::size_t count = check_equal(slots.shape(0), generations.shape(0), "slots and generations");
+        std::vector<std::uint8_t> answers(count);
+        get().reader.current(span_of(slots), span_of(generations), answers);
+        return nb::bytes(reinterpret_cast<const char*>(answers.data()), count);
+    }
+
+    Id index_key;
+    std::shared_ptr<const MappedTable> mapped;
+};
+
+// ---- Arena ----
+
+struct PyArena {
+    PyArena(int fd, std::size_t nbytes) : size(nbytes), mapped(new Mapping(fd, nbytes, Mapping::Access::WRITE)) {}
+    const std::shared_ptr<Mapping>& held() const {
+        if (!mapped) throw std::invalid_argument("the arena is closed");
+        return mapped;
+    }
+    void close() {
+        if (views > 0) {
+            PyErr_Format(PyExc_BufferError, "the arena has %zu views that are in use: release them first", views);
+            throw nb::python_error();
+        }
+        mapped.reset();
+    }
+    static int get_buffer(PyObject* self, Py_buffer* buffer, int flags) {
+        auto* arena = nb::inst_ptr<PyArena>(self);
+        if (!arena->mapped) {
+            PyErr_SetString(PyExc_BufferError, "the arena is closed");
+            buffer->obj = nullptr;
+            return -1;
+        }
+        const int result =
+            PyBuffer_FillInfo(buffer, self, arena->mapped->data(), static_cast<Py_ssize_t>(arena->size), 0, flags);
+        if (result == 0) ++arena->views;
+        return result;
+    }
+    static void release_buffer(PyObject* self, Py_buffer*) { --nb::inst_ptr<PyArena>(self)->views; }
+
+    std::size_t size;
+    std::size_t views = 0;
+    std::shared_ptr<Mapping> mapped;
+};
+
+PyType_Slot arena_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(PyArena::get_buffer)},
+                             {Py_bf_releasebuffer, reinterpret_cast<void*>(PyArena::release_buffer)},
+                             {0, nullptr}};
+
+// ---- Copier ----
+
+struct PyCopier {
+    explicit PyCopier(std::size_t threads) : copier(Copier::with_threads(threads)) {}
+    void remove_region(std::uint64_t address) {
+        nb::gil_scoped_release unlocked;
+        copier->remove_region(address);
+    }
+    void submit(std::uint64_t job, const Array<std::uint64_t>& sources, const Array<std::uint64_t>& destinations,
+                const Array<std::uint64_t>& sizes, const PyTable* table,
+                const std::optional<Array<std::uint32_t>>& slots,
+                const std::optional<Array<std::uint64_t>>& generations) {
+        const std::size_t count = check_equal(sources.shape(0), destinations.shape(0), "sources and destinations");
+        check_equal(count, sizes.shape(0), "sources and sizes");
+        if ((table != nullptr) != slots.has_value() || slots.has_value() != generations.has_value()) {
+            throw std::invalid_argument("table, slots and generations belong together: give all three or none");
+        }
+        std::vector<Fragment> fragments(count);
+        for (std::size_t i = 0; i < count; ++i) {
+            fragments[i] = {sources.data()[i], destinations.data()[i], sizes.data()[i]};
+        }
+        Expected expected;
+        if (table != nullptr) {
+            const auto slot_span = span_of(*slots);
+            const auto generation_span = span_of(*generations);
+            expected = {
+                table->held(), {slot_span.begin(), slot_span.end()}, {generation_span.begin(), generation_span.end()}};
+        }
+        nb::gil_scoped_release unlocked;
+        copier->submit(job, std::move(fragments), std::move(expected));
+    }
+    bool wait(nb::handle jobs, double timeout_s) {
+        std::vector<std::uint64_t> numbers;
+        for (nb::handle job : jobs) numbers.push_back(nb::cast<std::uint64_t>(job));
+        nb::gil_scoped_release unlocked;
+        return copier->wait(numbers, timeout_s);
+    }
+    void close() {
+        nb::gil_scoped_release unlocked;
+        copier->close();
+    }
+
+    std::shared_ptr<Copier> copier;
+};
+
+// ---- Index ----
+
+struct PyIndex {
+    PyIndex(int table_fd, std::uint64_t table_bytes, const PyArena& arena, std::uint64_t unit_bytes,
+            const nb::bytes& index_key, const nb::bytes& instance_id, bool verify)
+        : index(std::make_shared<Mapping>(table_fd, table_bytes, Mapping::Access::WRITE), arena.held(), arena.size,
+                unit_bytes, id_of(index_key, "an index key"), id_of(instance_id, "an instance id"), verify) {}
+    nb::list grant(std::uint64_t group, std::uint64_t chunk_bytes, std::size_t count) {
+        nb::list granted;
+        for (const Ref& ref : index.grant(group, chunk_bytes, count)) {
+            granted.append(nb::make_tuple(ref.slot, ref.generation));
+        }
+        return granted;
+    }
+    nb::list commit(std::uint64_t group, const nb::bytes& name_space, const CommitList& list) {
+        std::vector<Commit> commits;
+        commits.reserve(list.size());
+        for (const auto& [slot, generation, tenant, key, parent] : list) {
+            check_key(bytes_of(key));
+            if (parent.size() > 0) check_key(bytes_of(parent));
+            commits.push_back({{slot, generation}, id_of(tenant, "a tenant"), bytes_of(key), bytes_of(parent)});
+        }
+        nb::list codes;
+        for (const CommitCode code : index.commit(group, id_of(name_space, "a namespace"), commits)) {
+            codes.append(static_cast<int>(code));
+        }
+        return codes;
+    }
+    nb::bytes lookup(const nb::bytes& name_space, const nb::bytes& tenant, nb::handle sequence) const {
+        const Keys keys(sequence);
+        const auto found = index.lookup(id_of(name_space, "a namespace"), id_of(tenant, "a tenant"), keys.get());
+        return nb::bytes(reinterpret_cast<const char*>(found.data()), found.size());
+    }
+    nb::dict stats() const {
+        nb::dict stats;
+        for (const auto& [name, value] : index.stats()) stats[name] = value;
+        return stats;
+    }
+
+    Index index;
+};
+
+void translate_system_error(const std::exception_ptr& error, void*) {
+    try {
+        std::rethrow_exception(error);
+    } catch (const std::system_error& failure) {
+        const nb::object arguments = nb::make_tuple(failure.code().value(), failure.what());
+        PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    }
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    nb::register_exception_translator(translate_system_error);
+
+    m.attr("SLOT_ALIGNMENT") = SLOT_ALIGNMENT;
+    m.attr("KEY_BYTES_MIN") = KEY_BYTES_MIN;
+    m.attr("KEY_BYTES_MAX") = KEY_BYTES_MAX;
+    m.attr("MISS") = static_cast<int>(Where::MISS);
+    m.attr("CPU") = static_cast<int>(Where::CPU);
+    m.attr("FS") = static_cast<int>(Where::FS);
+    m.attr("PENDING") = static_cast<int>(Where::PENDING);
+    m.attr("STORED") = static_cast<int>(CommitCode::STORED);
+    m.attr("PRESENT") = static_cast<int>(CommitCode::PRESENT);
+    m.attr("TIER_FULL") = static_cast<int>(CommitCode::TIER_FULL);
+    m.attr("NOT_GRANTED") = static_cast<int>(CommitCode::NOT_GRANTED);
+    m.attr("POISON") = static_cast<int>(POISON);
+    m.attr("COPY_KERNEL") = copy_kernel_name();
+
+    m.def("class_bytes", &class_bytes_of, "chunk_bytes"_a);
+    m.def("slot_offset", &slot_offset, "slot"_a, "class_bytes"_a, "unit_bytes"_a);
+    m.def("create_memfd", &create_memfd, "name"_a, "nbytes"_a);
+    m.def("seal_arena", &seal_arena, "fd"_a);
+    m.def("seal_table", &seal_table, "fd"_a);
+    m.def("populate", &populate, "address"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "fill",
+        [](std::uintptr_t address, std::size_t nbytes, std::uint8_t value) {
+            std::memset(reinterpret_cast<void*>(address), value, nbytes);
+        },
+        "address"_a, "nbytes"_a, "value"_a, nb::call_guard<nb::gil_scoped_release>());
+    m.def(
+        "digest",
+        [](const nb::bytes& index_key, const nb::bytes& name_space, const nb::bytes& tenant, const nb::bytes& key) {
+            check_key(bytes_of(key));
+            const Digest digest = hasher_for(id_of(index_key, "an index key"), id_of(name_space, "a namespace"),
+                                             id_of(tenant, "a tenant"))(bytes_of(key));
+            return nb::bytes(reinterpret_cast<const char*>(&digest), sizeof digest);
+        },
+        "index_key"_a, "namespace"_a, "tenant"_a, "key"_a);
+
+    nb::class_<PyTable>(m, "Table")
+        .def(nb::init<int, const nb::bytes&>(), "fd"_a, "index_key"_a)
+        .def_prop_ro("instance_id",
+                     [](const PyTable& self) {
+                         const Id& id = self.get().reader.instance_id();
+                         return nb::bytes(reinterpret_cast<const char*>(id.data()), id.size());
+                     })
+        .def_prop_ro("arena_bytes", [](const PyTable& self) { return self.get().reader.shape().arena_bytes; })
+        .def_prop_ro("unit_bytes", [](const PyTable& self) { return self.get().reader.shape().unit_bytes; })
+        .def("heartbeat_age_ms", &PyTable::heartbeat_age_ms)
+        .def("lookup", &PyTable::lookup, "namespace"_a, "tenant"_a, "keys"_a)
+        .def("current", &PyTable::current, "slots"_a.noconvert(), "generations"_a.noconvert())
+        .def("close", [](PyTable& self) { self.mapped.reset(); });
+
+    nb::class_<PyArena>(m, "Arena", nb::type_slots(arena_slots))
+        .def(nb::init<int, std::size_t>(), "fd"_a, "nbytes"_a)
+        .def_prop_ro("address",
+                     [](const PyArena& self) { return reinterpret_cast<std::uintptr_t>(self.held()->data()); })
+        .def_prop_ro("nbytes", [](const PyArena& self) { return self.size; })
+        .def("view",
+             [](nb::handle_t<PyArena> self) {
+                 const nb::object view = nb::steal(PyMemoryView_FromObject(self.ptr()));
+                 if (!view.is_valid()) throw nb::python_error();
+                 return view;
+             })
+        .def("close", &PyArena::close);
+
+    nb::class_<Ended>(m, "Finished")
+        .def_ro("job", &Ended::job)
+        .def_ro("failed", &Ended::failed)
+        .def_ro("nbytes", &Ended::nbytes)
+        .def_ro("seconds", &Ended::seconds);
+
+    nb::class_<PyCopier>(m, "Copier")
+        .def(nb::init<std::size_t>(), "threads"_a)
+        .def(
+            "add_region",
+            [](PyCopier& self, std::uint64_t address, std::uint64_t nbytes) {
+                self.copier->add_region(address, nbytes);
+            },
+            "address"_a, "nbytes"_a)
+        .def("remove_region", &PyCopier::remove_region, "address"_a)
+        .def("submit", &PyCopier::submit, "job"_a, "sources"_a.noconvert(), "destinations"_a.noconvert(),
+             "sizes"_a.noconvert(), nb::kw_only(), "table"_a = nb::none(), "slots"_a.noconvert() = nb::none(),
+             "generations"_a.noconvert() = nb::none())
+        .def("finished", [](PyCopier& self) { return self.copier->finished(); })
+        .def("wait", &PyCopier::wait, "jobs"_a, "timeout_s"_a)
+        .def("close", &PyCopier::close);
+
+    nb::class_<PyIndex>(m, "Index")
+        .def(nb::init<int, std::uint64_t, const PyArena&, std::uint64_t, const nb::bytes&, const nb::bytes&, bool>(),
+             nb::kw_only(), "table_fd"_a, "table_bytes"_a, "arena"_a, "unit_bytes"_a, "index_key"_a, "instance_id"_a,
+             "verify"_a = false)
+        .def_static(
+            "table_bytes_for",
+            [](std::uint64_t entries, std::uint64_t arena_bytes, std::uint64_t unit_bytes) {
+                return TableShape::for_entries(entries, arena_bytes, unit_bytes).table_bytes();
+            },
+            "entries"_a, "arena_bytes"_a, "unit_bytes"_a)
+        .def_static("unit_bytes_for", &unit_bytes_for, "arena_bytes"_a)
+        .def("heartbeat", [](PyIndex& self) { self.index.heartbeat(); })
+        .def(
+            "set_prefaulted", [](PyIndex& self, std::uint64_t nbytes) { self.index.set_prefaulted(nbytes); },
+            "nbytes"_a)
+        .def("grant", &PyIndex::grant, "group"_a, "chunk_bytes"_a, "count"_a)
+        .def("commit", &PyIndex::commit, "group"_a, "namespace"_a, "commits"_a)
+        .def(
+            "abort",
+            [](PyIndex& self, std::uint64_t group, const RefList& refs) {
+                return self.index.abort(group, refs_of(refs));
+            },
+            "group"_a, "refs"_a)
+        .def(
+            "lease",
+            [](PyIndex& self, std::uint64_t group, const RefList& refs, std::uint64_t deadline_ms) {
+                return bools(self.index.lease(group, refs_of(refs), deadline_ms));
+            },
+            "group"_a, "refs"_a, "deadline_ms"_a)
+        .def(
+            "release",
+            [](PyIndex& self, std::uint64_t group, const RefList& refs) {
+                return bools(self.index.release(group, refs_of(refs)));
+            },
+            "group"_a, "refs"_a)
+        .def(
+            "expire_leases", [](PyIndex& self, std::uint64_t now_ms) { return self.index.expire_leases(now_ms); },
+            "now_ms"_a)
+        .def(
+            "touch",
+            [](PyIndex& self, const nb::bytes& name_space, const nb::bytes& tenant, nb::handle keys) {
+                self.index.touch(id_of(name_space, "a namespace"), id_of(tenant, "a tenant"), Keys(keys).get());
+            },
+            "namespace"_a, "tenant"_a, "keys"_a)
+        .def("lookup", &PyIndex::lookup, "namespace"_a, "tenant"_a, "keys"_a)
+        .def(
+            "end_leases", [](PyIndex& self, std::uint64_t group) { self.index.end_leases(group); }, "group"_a)
+        .def(
+            "end_group", [](PyIndex& self, std::uint64_t group) { self.index.end_group(group); }, "group"_a)
+        .def("stats", &PyIndex::stats)
+        .def("problems", [](const PyIndex& self) { return self.index.problems(); });
+}
+
+}  // namespace kvstore

@@ -1,0 +1,432 @@
+#include "index.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <stdexcept>
+
+namespace kvstore {
+
+Index::Index(std::shared_ptr<Mapping> table, std::shared_ptr<Mapping> arena, std::uint64_t arena_bytes,
+             std::uint64_t unit_bytes, const Id& index_key, const Id& instance_id, bool verify)
+    : table_memory_(std::move(table)),
+      arena_(verify ? std::move(arena) : nullptr),
+      arena_bytes_(arena_bytes),
+      index_key_(index_key),
+      table_(table_memory_->data(), TableShape::for_bytes(table_memory_->size(), arena_bytes, unit_bytes), instance_id),
+      slabs_(arena_bytes, unit_bytes) {}
+
+// ---- Grants ----
+
+std::vector<Ref> Index::grant(std::uint64_t group, std::uint64_t chunk_bytes, std::size_t count) {
+    const std::uint64_t bytes = class_bytes_of(chunk_bytes);
+    slabs_.require_class(bytes);
+    std::vector<Ref> granted;
+    while (granted.size() < count) {
+        const auto slot = slabs_.take(bytes);
+        if (!slot) break;
+        *slabs_.find(*slot) = {Slot::Holder::GROUP, group};
+        groups_[group].grants.insert(*slot);
+        ++grant_count_;
+        granted_bytes_ += bytes;
+        granted.push_back({*slot, table_.raise_generation(*slot)});
+    }
+    // No byte of the new owners may be seen before these generations, whatever kind of store writes it.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (arena_) {
+        for (const Ref& ref : granted) {
+            std::memset(arena_->data() + slabs_.offset(ref.slot), static_cast<int>(POISON), bytes);
+        }
+    }
+    return granted;
+}
+
+bool Index::is_granted(std::uint64_t group, Ref ref) {
+    const Slot* slot = slabs_.find(ref.slot);
+    return slot != nullptr && slot->holder == Slot::Holder::GROUP && slot->owner == group &&
+           table_.generation(ref.slot) == ref.generation;
+}
+
+void Index::end_grant(std::uint64_t group, std::uint32_t slot) {
+    const auto erased = groups_.at(group).grants.erase(slot);
+    assert(erased == 1);
+    --grant_count_;
+    granted_bytes_ -= class_bytes(slot);
+}
+
+void Index::drop_grant(std::uint64_t group, std::uint32_t slot) {
+    end_grant(group, slot);
+    slabs_.give_back(slot);
+}
+
+std::size_t Index::abort(std::uint64_t group, std::span<const Ref> refs) {
+    std::size_t aborted = 0;
+    for (const Ref& ref : refs) {
+        if (!is_granted(group, ref)) continue;
+        drop_grant(group, ref.slot);
+        ++aborted;
+    }
+    forget_if_idle(group);
+    return aborted;
+}
+
+void Index::forget_if_idle(std::uint64_t group) {
+    const auto found = groups_.find(group);
+    if (found != groups_.end() && found->second.grants.empty() && found->second.leases.empty()) groups_.erase(found);
+}
+
+// ---- Commits ----
+
+std::vector<CommitCode> Index::commit(std::uint64_t group, const Id& name_space, std::span<const Commit> commits) {
+    std::vector<CommitCode> codes;
+    codes.reserve(commits.size());
+    for (const Commit& commit : commits) codes.push_back(commit_one(group, name_space, commit));
+    forget_if_idle(group);
+    return codes;
+}
+
+CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Commit& commit) {
+    if (!is_granted(group, commit.at)) {
+        const std::uint32_t committed = chunk_at(commit.at);
+        const bool again =
+            committed != NO_RECORD && is_key_of(records_[committed], name_space, commit.tenant, commit.key);
+        return again ? CommitCode::STORED : CommitCode::NOT_GRANTED;
+    }
+    if (arena_ && holds_poison(commit.at.slot)) ++poison_commit_count_;
+    const Hasher hasher = hasher_for(index_key_, name_space, commit.tenant);
+    const Digest digest = hasher(commit.key);
+    bool other = false;
+    if (find(digest, name_space, commit.tenant, commit.key, &other) != NO_RECORD) {
+        drop_grant(group, commit.at.slot);
+        return CommitCode::PRESENT;
+    }
+    if (other) {
+        ++digest_collision_count_;
+        drop_grant(group, commit.at.slot);
+        return CommitCode::TIER_FULL;
+    }
+    const std::uint32_t number = new_record();
+    if (number == NO_RECORD || !table_.insert(digest, Where::CPU, commit.at, number)) {
+        if (number != NO_RECORD) free_records_.push_back(number);
+        drop_grant(group, commit.at.slot);
+        return CommitCode::TIER_FULL;
+    }
+    Record& record = records_[number];
+    record = Record{};
+    record.live = true;
+    record.key_bytes = static_cast<std::uint8_t>(commit.key.size());
+    std::memcpy(record.key.data(), commit.key.data(), commit.key.size());
+    record.name_space = namespaces_.take(name_space);
+    record.tenant = tenants_.take(commit.tenant);
+    record.digest = digest;
+    record.at = commit.at;
+    record.tick = ++tick_;
+    if (!commit.parent.empty()) {
+        record.parent = find(hasher(commit.parent), name_space, commit.tenant, commit.parent);
+        if (record.parent == number) record.parent = NO_RECORD;  // a chunk that names itself has no parent
+        if (record.parent != NO_RECORD) ++records_[record.parent].children;
+    }
+    end_grant(group, commit.at.slot);
+    *slabs_.find(commit.at.slot) = {Slot::Holder::CHUNK, number};
+    used_bytes_ += class_bytes(commit.at.slot);
+    ++chunk_count_;
+    return CommitCode::STORED;
+}
+
+std::uint32_t Index::new_record() {
+    if (!free_records_.empty()) {
+        const std::uint32_t number = free_records_.back();
+        free_records_.pop_back();
+        return number;
+    }
+    if (records_.size() >= NO_RECORD) return NO_RECORD;
+    records_.emplace_back();
+    return static_cast<std::uint32_t>(records_.size() - 1);
+}
+
+std::uint32_t Index::find(const Digest& digest, const Id& name_space, const Id& tenant, Bytes key, bool* other) const {
+    const std::uint32_t number = table_.find(digest);
+    if (number == NO_RECORD) return NO_RECORD;
+    if (is_key_of(records_[number], name_space, tenant, key)) return number;
+    if (other != nullptr) *other = true;
+    return NO_RECORD;
+}
+
+bool Index::is_key_of(const Record& record, const Id& name_space, const Id& tenant, Bytes key) const {
+    return record.live && record.key_bytes == key.size() &&
+           std::memcmp(record.key.data(), key.data(), key.size()) == 0 && tenants_.id(record.tenant) == tenant &&
+           namespaces_.id(record.name_space) == name_space;
+}
+
+std::uint32_t Index::chunk_at(Ref ref) {
+    const Slot* slot = slabs_.find(ref.slot);
+    if (slot == nullptr || slot->holder != Slot::Holder::CHUNK) return NO_RECORD;
+    const auto number = static_cast<std::uint32_t>(slot->owner);
+    return records_[number].at == ref ? number : NO_RECORD;
+}
+
+bool Index::holds_poison(std::uint32_t slot) const {
+    constexpr std::size_t LINE = 64;
+    std::array<std::byte, LINE> poison;
+    poison.fill(POISON);
+    const std::byte* begin = arena_->data() + slabs_.offset(slot);
+    for (const std::byte* at = begin; at < begin + class_bytes(slot); at += LINE) {
+        if (std::memcmp(at, poison.data(), LINE) == 0) return true;
+    }
+    return false;
+}
+
+// ---- Leases ----
+
+std::vector<bool> Index::lease(std::uint64_t group, std::span<const Ref> refs, std::uint64_t deadline_ms) {
+    std::vector<bool> leased;
+    leased.reserve(refs.size());
+    for (const Ref& ref : refs) {
+        const std::uint32_t number = chunk_at(ref);
+        if (number == NO_RECORD) {
+            leased.push_back(false);
+            continue;
+        }
+        Record& record = records_[number];
+        const std::uint64_t bytes = class_bytes(ref.slot);
+        if (record.leases == 0 && pinned_bytes_ + bytes > arena_bytes_ / 2) {
+            leased.push_back(false);
+            continue;
+        }
+        const auto [held, first] = groups_[group].leases.insert_or_assign(ref.slot, Lease{ref.generation, deadline_ms});
+        if (first) {
+            if (record.leases == 0) pinned_bytes_ += bytes;
+            ++record.leases;
+            ++lease_count_;
+        }
+        earliest_deadline_ms_ = std::min(earliest_deadline_ms_, deadline_ms);
+        leased.push_back(true);
+    }
+    return leased;
+}
+
+void Index::drop_lease(std::uint32_t slot) {
+    const Slot* held = slabs_.find(slot);
+    assert(held != nullptr && held->holder == Slot::Holder::CHUNK && "a leased slot lost its chunk");
+    Record& record = records_[held->owner];
+    assert(record.leases > 0);
+    --lease_count_;
+    --record.leases;
+    if (record.leases == 0) pinned_bytes_ -= class_bytes(slot);
+}
+
+std::vector<bool> Index::release(std::uint64_t group, std::span<const Ref> refs) {
+    std::vector<bool> released;
+    released.reserve(refs.size());
+    const auto found = groups_.find(group);
+    for (const Ref& ref : refs) {
+        bool held = false;
+        if (found != groups_.end()) {
+            const auto lease = found->second.leases.find(ref.slot);
+            held = lease != found->second.leases.end() && lease->second.generation == ref.generation;
+            if (held) {
+                found->second.leases.erase(lease);
+                drop_lease(ref.slot);
+            }
+        }
+        released.push_back(held);
+    }
+    forget_if_idle(group);
+    return released;
+}
+
+std::size_t Index::expire_leases(std::uint64_t now_ms) {
+    if (now_ms < earliest_deadline_ms_) return 0;
+    std::size_t expired = 0;
+    earliest_deadline_ms_ = UINT64_MAX;
+    for (auto group = groups_.begin(); group != groups_.end();) {
+        auto& leases = group->second.leases;
+        for (auto lease = leases.begin(); lease != leases.end();) {
+            if (lease->second.deadline_ms > now_ms) {
+                earliest_deadline_ms_ = std::min(earliest_deadline_ms_, lease->second.deadline_ms);
+                ++lease;
+                continue;
+            }
+            drop_lease(lease->first);
+            lease = leases.erase(lease);
+            ++expired;
+        }
+        const bool idle = leases.empty() && group->second.grants.empty();
+        group = idle ? groups_.erase(group) : std::next(group);
+    }
+    return expired;
+}
+
+void Index::end_leases(std::uint64_t group) {
+    const auto found = groups_.find(group);
+    if (found == groups_.end()) return;
+    for (const auto& [slot, lease] : found->second.leases) drop_lease(slot);
+    found->second.leases.clear();
+    forget_if_idle(group);
+}
+
+void Index::end_group(std::uint64_t group) {
+    end_leases(group);
+    const auto found = groups_.find(group);
+    if (found == groups_.end()) return;
+    const std::vector<std::uint32_t> slots(found->second.grants.begin(), found->second.grants.end());
+    for (const std::uint32_t slot : slots) drop_grant(group, slot);
+    groups_.erase(group);
+}
+
+// ---- Recency and lookup ----
+
+void Index::touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys) {
+    const Hasher hasher = hasher_for(index_key_, name_space, tenant);
+    for (std::size_t i = keys.size(); i-- > 0;) {  // tail first: no parent is ever older than its child
+        const std::uint32_t number = find(hasher(keys[i]), name_space, tenant, keys[i]);
+        if (number != NO_RECORD) records_[number].tick = ++tick_;
+    }
+}
+
+std::vector<Where> Index::lookup(const Id& name_space, const Id& tenant, std::span<const Bytes> keys) const {
+    const Hasher hasher = hasher_for(index_key_, name_space, tenant);
+    std::vector<Where> found;
+    found.reserve(keys.size());
+    for (const Bytes& key : keys) {
+        found.push_back(find(hasher(key), name_space, tenant, key) == NO_RECORD ? Where::MISS : Where::CPU);
+    }
+    return found;
+}
+
+// ---- Interned ids ----
+
+std::uint32_t Index::Interned::take(const Id& id) {
+    const auto [at, added] = numbers_.try_emplace(id, 0);
+    if (added) {
+        if (free_.empty()) {
+            at->second = static_cast<std::uint32_t>(ids_.size());
+            ids_.push_back(id);
+            uses_.push_back(0);
+        } else {
+            at->second = free_.back();
+            free_.pop_back();
+            ids_[at->second] = id;
+        }
+    }
+    ++uses_[at->second];
+    return at->second;
+}
+
+void Index::Interned::give_back(std::uint32_t number) {
+    assert(uses_[number] > 0);
+    if (--uses_[number] > 0) return;
+    numbers_.erase(ids_[number]);
+    free_.push_back(number);
+}
+
+// ---- What it says of itself ----
+
+std::vector<std::pair<const char*, std::uint64_t>> Index::stats() const {
+    return {
+        {"used_bytes", used_bytes_},
+        {"granted_bytes", granted_bytes_},
+        {"pinned_bytes", pinned_bytes_},
+        {"chunks", chunk_count_},
+        {"grants", grant_count_},
+        {"leases", lease_count_},
+        {"evictions", eviction_count_},
+        {"entries", table_.entry_count()},
+        {"entries_max", table_.place_count()},
+        {"tenants", tenants_.size()},
+        {"poison_commits", poison_commit_count_},
+        {"digest_collisions", digest_collision_count_},
+    };
+}
+
+std::vector<std::string> Index::problems() const {
+    std::vector<std::string> problems = table_.problems();
+    const auto add = [&problems](std::string problem) { problems.push_back(std::move(problem)); };
+    const auto expect = [&add](const char* what, std::uint64_t counted, std::uint64_t says) {
+        if (counted != says)
+            add(std::string(what) + ": counted " + std::to_string(counted) + ", says " + std::to_string(says));
+    };
+    for (std::string& problem : slabs_.problems()) add(std::move(problem));
+
+    // Slots, and who holds them.
+    std::uint64_t used = 0, granted = 0, chunks = 0, grants = 0;
+    for (const auto& slab : slabs_.slabs()) {
+        if (!slab) continue;
+        for (std::size_t place = 0; place < slab->slots.size(); ++place) {
+            const Slot& slot = slab->slots[place];
+            const std::uint32_t number = slabs_.number(*slab, place);
+            const std::string name = "slot " + std::to_string(number);
+            if (slot.holder == Slot::Holder::GROUP) {
+                ++grants;
+                granted += slab->class_bytes;
+                const auto group = groups_.find(slot.owner);
+                if (group == groups_.end() || !group->second.grants.contains(number)) {
+                    add(name + " is granted to a group that does not know it");
+                }
+            } else if (slot.holder == Slot::Holder::CHUNK) {
+                ++chunks;
+                used += slab->class_bytes;
+                const bool known = slot.owner < records_.size() && records_[slot.owner].live;
+                if (!known || records_[slot.owner].at.slot != number) add(name + " holds a chunk that lies elsewhere");
+            }
+        }
+    }
+    expect("used_bytes", used, used_bytes_);
+    expect("granted_bytes", granted, granted_bytes_);
+    expect("chunks", chunks, chunk_count_);
+    expect("grants", grants, grant_count_);
+    expect("table entries", chunks, table_.entry_count());
+
+    // Groups' leases.
+    std::map<std::uint32_t, std::uint32_t> leases_of;  // by slot
+    std::uint64_t leases = 0, group_grants = 0;
+    for (const auto& [group, holds] : groups_) {
+        if (holds.grants.empty() && holds.leases.empty()) add("group " + std::to_string(group) + " holds nothing");
+        group_grants += holds.grants.size();
+        for (const auto& [slot, lease] : holds.leases) {
+            ++leases;
+            ++leases_of[slot];
+            if (lease.deadline_ms < earliest_deadline_ms_) add("a lease ends before the earliest deadline");
+            if (table_.generation(slot) != lease.generation) {
+                add("slot " + std::to_string(slot) + " is leased in a generation that it no longer has");
+            }
+        }
+    }
+    expect("groups' grants", group_grants, grant_count_);
+    expect("leases", leases, lease_count_);
+
+    // Records.
+    std::vector<std::uint32_t> children(records_.size(), 0);
+    std::uint64_t live = 0, pinned = 0;
+    for (std::uint32_t number = 0; number < records_.size(); ++number) {
+        const Record& record = records_[number];
+        if (!record.live) continue;
+        ++live;
+        const std::string name = "the chunk in slot " + std::to_string(record.at.slot);
+        if (table_.find(record.digest) != number) add(name + " is not what the table finds by its digest");
+        if (table_.generation(record.at.slot) != record.at.generation)
+            add(name + " has another generation than its slot");
+        const auto leased = leases_of.find(record.at.slot);
+        expect((name + " leases").c_str(), leased == leases_of.end() ? 0 : leased->second, record.leases);
+        if (record.leases > 0) pinned += class_bytes(record.at.slot);
+        if (record.parent == NO_RECORD) continue;
+        const Record& parent = records_[record.parent];
+        ++children[record.parent];
+        if (!parent.live || parent.tenant != record.tenant || parent.name_space != record.name_space) {
+            add(name + " has a parent that is gone or somebody else's");
+        }
+    }
+    for (std::uint32_t number = 0; number < records_.size(); ++number) {
+        if (records_[number].live && records_[number].children != children[number]) {
+            add("the chunk in slot " + std::to_string(records_[number].at.slot) + " counts its children wrongly");
+        }
+    }
+    expect("records", live, chunk_count_);
+    expect("free records", records_.size() - live, free_records_.size());
+    expect("pinned_bytes", pinned, pinned_bytes_);
+    if (pinned_bytes_ > arena_bytes_ / 2) add("more than half of the arena is leased");
+    if (used_bytes_ + granted_bytes_ > arena_bytes_) add("more is used and granted than the arena has");
+    return problems;
+}
+
+}  // namespace kvstore

@@ -1,0 +1,365 @@
+"""The index: grants, commits, aborts, leases and the deaths of groups; and what readers of the table see of them."""
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+
+from kvstore import _native
+from tests.unit.native_store import INDEX_KEY, INSTANCE, KIB, NAMESPACE, TENANT, key_of, native_store
+
+CHUNK = 64 * KIB
+OTHER_TENANT = b"tenant-b--------"
+OTHER_NAMESPACE = b"namespace-b-----"
+
+
+def test_a_committed_chunk_is_found_by_readers_and_by_the_index() -> None:
+    with native_store() as store:
+        slot, generation = store.put(7)
+        keys = [key_of(6), key_of(7)]
+        codes, slots, generations = store.table().lookup(NAMESPACE, TENANT, keys)
+        assert codes == bytes([_native.MISS, _native.CPU])
+        assert (slots.dtype, generations.dtype) == (np.uint32, np.uint64)
+        assert (slots[1], generations[1]) == (slot, generation)
+        assert store.index.lookup(NAMESPACE, TENANT, keys) == codes
+        assert store.index.stats()["used_bytes"] == CHUNK
+
+
+def test_a_granted_slot_is_invisible_until_its_commit() -> None:
+    with native_store() as store:
+        table = store.table()
+        [(slot, generation)] = store.index.grant(1, CHUNK, 1)
+        assert table.lookup(NAMESPACE, TENANT, [key_of(1)])[0] == bytes([_native.MISS])
+        assert store.index.stats()["granted_bytes"] == CHUNK
+        assert store.index.commit(1, NAMESPACE, [(slot, generation, TENANT, key_of(1), b"")]) == [_native.STORED]
+        assert table.lookup(NAMESPACE, TENANT, [key_of(1)])[0] == bytes([_native.CPU])
+        assert store.index.stats()["granted_bytes"] == 0
+
+
+def test_neither_tenants_nor_namespaces_nor_other_keys_of_the_index_see_each_others_chunks() -> None:
+    with native_store() as store:
+        store.put(1)
+        table = store.table()
+        assert table.lookup(NAMESPACE, OTHER_TENANT, [key_of(1)])[0] == bytes([_native.MISS])
+        assert table.lookup(OTHER_NAMESPACE, TENANT, [key_of(1)])[0] == bytes([_native.MISS])
+        assert table.lookup(NAMESPACE, TENANT, [key_of(1)[:31]])[0] == bytes([_native.MISS])
+        assert store.index.lookup(NAMESPACE, OTHER_TENANT, [key_of(1)]) == bytes([_native.MISS])
+        assert store.index.lookup(OTHER_NAMESPACE, TENANT, [key_of(1)]) == bytes([_native.MISS])
+        stranger = store.table(index_key=bytes(16))
+        assert stranger.lookup(NAMESPACE, TENANT, [key_of(1)])[0] == bytes([_native.MISS])
+
+
+def test_the_first_of_two_commits_of_one_key_wins() -> None:
+    with native_store() as store:
+        first, second = store.index.grant(1, CHUNK, 2)
+        assert store.index.commit(
+            1, NAMESPACE, [(*first, TENANT, key_of(1), b""), (*second, TENANT, key_of(1), b"")]
+        ) == [_native.STORED, _native.PRESENT]
+        _, slots, _ = store.table().lookup(NAMESPACE, TENANT, [key_of(1)])
+        assert slots[0] == first[0]
+        assert store.index.stats()["grants"] == 0
+
+
+def test_a_repeated_commit_is_answered_as_before() -> None:
+    with native_store() as store:
+        slot, generation = store.put(1)
+        commit = (slot, generation, TENANT, key_of(1), b"")
+        assert store.index.commit(1, NAMESPACE, [commit, commit]) == [_native.STORED, _native.STORED]
+        assert store.index.stats()["chunks"] == 1
+        # The same place with another key is not a repetition.
+        other = (slot, generation, TENANT, key_of(2), b"")
+        assert store.index.commit(1, NAMESPACE, [other]) == [_native.NOT_GRANTED]
+
+
+def test_only_the_group_and_generation_of_the_grant_can_commit_or_abort() -> None:
+    with native_store() as store:
+        [(slot, generation)] = store.index.grant(1, CHUNK, 1)
+        for group, ref in [
+            (2, (slot, generation)),
+            (1, (slot, generation + 1)),
+            (1, (slot + 1, 1)),
+            (1, (2**32 - 1, 1)),
+        ]:
+            assert store.index.commit(group, NAMESPACE, [(*ref, TENANT, key_of(1), b"")]) == [_native.NOT_GRANTED]
+            assert store.index.abort(group, [ref]) == 0
+        assert store.index.lookup(NAMESPACE, TENANT, [key_of(1)]) == bytes([_native.MISS])
+        assert store.index.abort(1, [(slot, generation), (slot, generation)]) == 1
+        assert store.index.commit(1, NAMESPACE, [(slot, generation, TENANT, key_of(1), b"")]) == [_native.NOT_GRANTED]
+
+
+def test_a_generation_rises_with_every_grant_and_never_else() -> None:
+    with native_store(CHUNK) as store:
+        table = store.table()
+        [(slot, first)] = store.index.grant(1, CHUNK, 1)
+        assert store.index.abort(1, [(slot, first)]) == 1
+        slots, generations = np.array([slot], np.uint32), np.array([first], np.uint64)
+        assert table.current(slots, generations) == b"\x01"
+        assert store.index.grant(1, CHUNK, 1) == [(slot, first + 1)]
+        assert table.current(slots, generations) == b"\x00"
+        assert table.current(slots, generations + 1) == b"\x01"
+
+
+def test_a_slot_beyond_the_table_is_never_current() -> None:
+    with native_store() as store:
+        slots = np.array([0, 2**32 - 1], np.uint32)
+        assert store.table().current(slots, np.zeros(2, np.uint64)) == b"\x01\x00"
+        with pytest.raises(ValueError, match="slots and generations differ in length: 2 and 1"):
+            store.table().current(slots, np.zeros(1, np.uint64))
+
+
+@pytest.mark.parametrize("chunk_count", range(1, 40))
+@pytest.mark.parametrize("chunk_bytes", [4 * KIB, 12 * KIB, 64 * KIB, 100 * 1000])
+def test_an_arena_of_whole_chunks_holds_nearly_all_of_them(chunk_count: int, chunk_bytes: int) -> None:
+    class_bytes = _native.class_bytes(chunk_bytes)
+    with native_store(chunk_count * class_bytes) as store:
+        granted = store.index.grant(1, chunk_bytes, chunk_count + 1)
+        assert chunk_count - chunk_count // 16 <= len(granted) <= chunk_count
+        ranges = sorted(store.offset(slot, chunk_bytes) for slot, _ in granted)
+        assert all(after - before >= class_bytes for before, after in itertools.pairwise(ranges))
+        assert ranges[-1] + class_bytes <= store.arena_bytes
+        assert store.index.stats()["granted_bytes"] == len(granted) * class_bytes
+
+
+def test_classes_take_slabs_of_their_own() -> None:
+    sizes = [4 * KIB, 20 * KIB, 64 * KIB, 300 * KIB]
+    with native_store(16 * 300 * KIB) as store:
+        ranges = []
+        for size in sizes:
+            for slot, _ in store.index.grant(1, size, 3):
+                ranges.append((store.offset(slot, size), size))
+        ranges.sort()
+        assert len(ranges) == 12
+        for (begin, size), (following, _) in itertools.pairwise(ranges):
+            assert begin + size <= following
+
+
+def test_a_full_tier_grants_fewer() -> None:
+    with native_store(4 * CHUNK) as store:
+        assert len(store.index.grant(1, CHUNK, 3)) == 3
+        assert len(store.index.grant(2, CHUNK, 3)) == 1
+        assert store.index.grant(2, CHUNK, 3) == []
+
+
+def test_only_prefaulted_bytes_are_granted() -> None:
+    with native_store(4 * CHUNK, prefaulted=CHUNK - 1) as store:
+        assert store.index.grant(1, CHUNK, 4) == []
+        store.index.set_prefaulted(2 * CHUNK)
+        assert len(store.index.grant(1, CHUNK, 4)) == 2
+        store.index.set_prefaulted(4 * CHUNK)
+        assert len(store.index.grant(1, CHUNK, 4)) == 2
+        with pytest.raises(ValueError, match="pre-faulted 5 bytes: outside of 262144"):
+            store.index.set_prefaulted(5)
+
+
+def test_freed_slots_are_reused_last_in_first_freed_order() -> None:
+    with native_store(4 * CHUNK) as store:
+        first, second = store.index.grant(1, CHUNK, 2)
+        store.index.abort(1, [second, first])
+        slots = [slot for slot, _ in store.index.grant(1, CHUNK, 4)]
+        assert slots[2:] == [second[0], first[0]]
+        assert set(slots[:2]).isdisjoint(slots[2:])
+
+
+def test_a_chunk_larger_than_the_arena_is_refused() -> None:
+    with native_store(4 * CHUNK) as store, pytest.raises(ValueError, match="does not fit the arena of 262144 bytes"):
+        store.index.grant(1, 4 * CHUNK + 1, 1)
+
+
+def test_a_size_class_too_many_is_refused() -> None:
+    with native_store(64 * CHUNK) as store:
+        for pages in range(1, 33):
+            store.index.grant(1, pages * 4 * KIB, 0)
+        with pytest.raises(ValueError, match="size class number 33"):
+            store.index.grant(1, 33 * 4 * KIB, 0)
+        assert len(store.index.grant(1, 4 * KIB, 1)) == 1
+
+
+def test_a_table_without_room_refuses_a_commit_and_frees_the_slot() -> None:
+    with native_store(400 * 4 * KIB, entries=1) as store:
+        stored = 0
+        codes: set[int] = set()
+        for number in range(400):
+            [(slot, generation)] = store.index.grant(1, 4 * KIB, 1)
+            [code] = store.index.commit(1, NAMESPACE, [(slot, generation, TENANT, key_of(number), b"")])
+            codes.add(code)
+            stored += code == _native.STORED
+        stats = store.index.stats()
+        assert codes == {_native.STORED, _native.TIER_FULL}
+        assert stored == stats["entries"] == stats["entries_max"] == 96  # a page of buckets
+        assert stats["grants"] == 0
+        found = store.table().lookup(NAMESPACE, TENANT, [key_of(number) for number in range(400)])[0]
+        assert found.count(_native.CPU) == 96
+
+
+def test_a_crowded_table_finds_every_entry() -> None:
+    count = 3000
+    with native_store(count * 4 * KIB, entries=count // 2) as store:
+        refs = store.index.grant(1, 4 * KIB, count)
+        commits = [(*ref, TENANT, key_of(number), b"") for number, ref in enumerate(refs)]
+        codes = store.index.commit(1, NAMESPACE, commits)
+        stored = [number for number, code in enumerate(codes) if code == _native.STORED]
+        assert len(stored) > 0.9 * count
+        found, slots, generations = store.table().lookup(NAMESPACE, TENANT, [key_of(number) for number in stored])
+        assert set(found) == {_native.CPU}
+        assert [(int(s), int(g)) for s, g in zip(slots, generations, strict=True)] == [refs[n] for n in stored]
+
+
+def test_ten_thousand_unknown_keys_are_answered() -> None:
+    with native_store() as store:
+        keys = [key_of(number) for number in range(10_000)]
+        assert store.table().lookup(NAMESPACE, TENANT, keys)[0] == bytes(10_000)
+        assert store.index.lookup(NAMESPACE, TENANT, keys) == bytes(10_000)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.table().lookup(NAMESPACE, TENANT, [bytes(15)]), "a key of 15 bytes: 16 to 64"),
+        (lambda s: s.table().lookup(NAMESPACE, TENANT, [bytes(65)]), "a key of 65 bytes: 16 to 64"),
+        (lambda s: s.table().lookup(b"n", TENANT, []), "a namespace of 1 bytes: 16"),
+        (lambda s: s.table().lookup(NAMESPACE, b"", []), "a tenant of 0 bytes: 16"),
+        (lambda s: s.index.lookup(NAMESPACE, TENANT, [b""]), "a key of 0 bytes"),
+        (lambda s: s.index.touch(NAMESPACE, TENANT, [b"x"]), "a key of 1 bytes"),
+        (lambda s: s.index.commit(1, NAMESPACE, [(0, 1, TENANT, b"k", b"")]), "a key of 1 bytes"),
+        (lambda s: s.index.commit(1, NAMESPACE, [(0, 1, TENANT, bytes(16), b"p")]), "a key of 1 bytes"),
+        (lambda s: s.index.commit(1, NAMESPACE, [(0, 1, b"t", bytes(16), b"")]), "a tenant of 1 bytes"),
+        (lambda s: s.index.commit(1, b"n", []), "a namespace of 1 bytes"),
+        (lambda s: s.index.grant(1, 0, 1), "a chunk of 0 bytes"),
+    ],
+)
+def test_bad_input_is_refused_with_its_values(call, message: str) -> None:  # type: ignore[no-untyped-def]
+    with native_store() as store, pytest.raises(ValueError, match=message):
+        call(store)
+
+
+def test_a_key_that_is_no_bytes_is_a_type_error() -> None:
+    with native_store() as store:
+        with pytest.raises(TypeError):
+            store.table().lookup(NAMESPACE, TENANT, ["key"])  # type: ignore[list-item]
+        with pytest.raises(TypeError):
+            store.index.abort(1, [(-1, 1)])
+
+
+def test_a_bad_commit_in_a_batch_changes_nothing() -> None:
+    with native_store() as store:
+        good, bad = store.index.grant(1, CHUNK, 2)
+        with pytest.raises(ValueError, match="a key of 3 bytes"):
+            store.index.commit(1, NAMESPACE, [(*good, TENANT, key_of(1), b""), (*bad, TENANT, b"bad", b"")])
+        assert store.index.stats()["grants"] == 2
+        assert store.index.lookup(NAMESPACE, TENANT, [key_of(1)]) == bytes([_native.MISS])
+
+
+def test_a_lease_needs_the_chunk_in_that_generation() -> None:
+    with native_store() as store:
+        ref = store.put(1)
+        [granted] = store.index.grant(1, CHUNK, 1)
+        assert store.index.lease(1, [ref, (ref[0], ref[1] + 1), granted, (9999, 1)], 100) == [True, False, False, False]
+        stats = store.index.stats()
+        assert (stats["leases"], stats["pinned_bytes"]) == (1, CHUNK)
+
+
+def test_leases_of_two_groups_pin_once_and_end_separately() -> None:
+    with native_store() as store:
+        ref = store.put(1)
+        assert store.index.lease(1, [ref, ref], 100) == [True, True]
+        assert store.index.lease(2, [ref], 100) == [True]
+        stats = store.index.stats()
+        assert (stats["leases"], stats["pinned_bytes"]) == (2, CHUNK)
+        assert store.index.release(1, [ref, ref]) == [True, False]
+        assert store.index.stats()["pinned_bytes"] == CHUNK
+        store.index.end_leases(2)
+        assert store.index.stats()["pinned_bytes"] == 0
+        assert store.index.release(2, [ref]) == [False]
+
+
+def test_a_lease_ends_at_its_deadline_unless_it_was_renewed() -> None:
+    with native_store() as store:
+        first, second = store.put(1), store.put(2)
+        store.index.lease(1, [first, second], 100)
+        assert store.index.expire_leases(99) == 0
+        store.index.lease(1, [second], 200)
+        assert store.index.expire_leases(100) == 1
+        assert store.index.release(1, [first, second]) == [False, True]
+        assert store.index.expire_leases(1000) == 0
+
+
+def test_at_most_half_of_the_arena_is_leased() -> None:
+    with native_store(4 * CHUNK) as store:
+        refs = [store.put(number) for number in range(4)]
+        assert store.index.lease(1, refs, 100) == [True, True, False, False]
+        assert store.index.lease(2, refs, 100) == [True, True, False, False]
+        store.index.end_leases(1)
+        assert store.index.lease(1, refs[2:], 100) == [False, False]
+        store.index.end_leases(2)
+        assert store.index.lease(1, refs[2:], 100) == [True, True]
+
+
+def test_a_group_that_ended_holds_nothing_and_its_chunks_stay() -> None:
+    with native_store(4 * CHUNK) as store:
+        ref = store.put(1)
+        granted = store.index.grant(1, CHUNK, 2)
+        store.index.lease(1, [ref], 100)
+        store.index.end_group(1)
+        store.index.end_group(1)
+        stats = store.index.stats()
+        assert (stats["grants"], stats["leases"], stats["granted_bytes"], stats["pinned_bytes"]) == (0, 0, 0, 0)
+        assert store.index.commit(1, NAMESPACE, [(*granted[0], TENANT, key_of(2), b"")]) == [_native.NOT_GRANTED]
+        assert store.index.lookup(NAMESPACE, TENANT, [key_of(1)]) == bytes([_native.CPU])
+        assert len(store.index.grant(2, CHUNK, 4)) == 3
+
+
+def test_verify_fills_grants_with_poison_and_counts_commits_that_left_some() -> None:
+    chunk = 8 * KIB
+    with native_store(verify=True) as store:
+        written, forgotten = store.index.grant(1, chunk, 2)
+        offset = store.offset(written[0], chunk)
+        with store.arena.view() as view:
+            assert bytes(view[offset : offset + chunk]) == bytes([_native.POISON]) * chunk
+            for slot, nbytes in ((written[0], chunk), (forgotten[0], chunk - 64)):
+                begin = store.offset(slot, chunk)
+                view[begin : begin + nbytes] = bytes(nbytes)
+        store.index.commit(1, NAMESPACE, [(*written, TENANT, key_of(1), b"")])
+        assert store.index.stats()["poison_commits"] == 0
+        store.index.commit(1, NAMESPACE, [(*forgotten, TENANT, key_of(2), b"")])
+        assert store.index.stats()["poison_commits"] == 1
+
+
+def test_without_verify_grants_are_not_touched() -> None:
+    with native_store() as store:
+        [(slot, _)] = store.index.grant(1, CHUNK, 1)
+        assert os.pread(store.arena_fd, CHUNK, store.offset(slot, CHUNK)) == bytes(CHUNK)
+
+
+def test_a_touch_of_unknown_keys_is_ignored() -> None:
+    with native_store() as store:
+        store.put(1)
+        store.index.touch(NAMESPACE, TENANT, [key_of(1), key_of(99)])
+        store.index.touch(OTHER_NAMESPACE, TENANT, [key_of(1)])
+
+
+def test_tenants_are_counted_while_they_have_chunks() -> None:
+    with native_store() as store:
+        store.put(1)
+        refs = store.index.grant(1, CHUNK, 2)
+        commits = [(*refs[0], OTHER_TENANT, key_of(1), b""), (*refs[1], OTHER_TENANT, key_of(2), key_of(1))]
+        assert store.index.commit(1, NAMESPACE, commits) == [_native.STORED, _native.STORED]
+        assert store.index.stats()["tenants"] == 2
+
+
+def test_a_table_too_small_for_the_arena_is_refused() -> None:
+    table_fd = _native.create_memfd("table", 8192)
+    arena_fd = _native.create_memfd("arena", 1 << 20)
+    arena = _native.Arena(arena_fd, 1 << 20)
+    with pytest.raises(ValueError, match="a table of 8192 bytes for an arena of 1048576"):
+        _native.Index(
+            table_fd=table_fd,
+            table_bytes=8192,
+            arena=arena,
+            unit_bytes=16384,
+            index_key=INDEX_KEY,
+            instance_id=INSTANCE,
+        )
+    arena.close()
+    os.close(table_fd)
+    os.close(arena_fd)
