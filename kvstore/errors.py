@@ -1,9 +1,11 @@
 """What can go wrong, by what the caller does next.
 
 * KVStoreError
-  x the caller recomputes and tries later:  Unavailable
+  x the caller recomputes and tries later:  Unavailable > NotAllowed
   x the operator makes two settings equal:  IdentityMismatch > SeedMismatch, NamespaceMismatch
+  x the operator corrects one setting:      ConfigurationError
   x the caller's request is at fault:       SaltRequired, LimitExceeded, WrongSize, BadKey
+  x the caller's program is at fault:       ProtocolError
 """
 
 
@@ -13,6 +15,10 @@ class KVStoreError(Exception):
 
 class Unavailable(KVStoreError):
     """No daemon answers at the endpoint, or the one that was attached has gone. Try again later."""
+
+
+class NotAllowed(Unavailable):
+    """A daemon answers, but not to this user."""
 
 
 class IdentityMismatch(KVStoreError):
@@ -25,6 +31,10 @@ class SeedMismatch(IdentityMismatch):
 
 class NamespaceMismatch(IdentityMismatch):
     """Processes of one group describe different chunks, or an engine's probe differs from the first one seen."""
+
+
+class ConfigurationError(KVStoreError):
+    """A flag, variable, file or path that cannot work. The message names it and what to do."""
 
 
 class SaltRequired(KVStoreError):
@@ -41,3 +51,7 @@ class WrongSize(KVStoreError):
 
 class BadKey(KVStoreError):
     """A key that is not `bytes` of 16 to 64 bytes."""
+
+
+class ProtocolError(KVStoreError):
+    """A message that no client of this version sends. Nothing of it was applied."""

@@ -1,0 +1,226 @@
+"""The daemon's end of arena.sock: who connects, the token, the memory, and finding out that a process has gone.
+
+Concurrency: everything runs on the event loop's thread; every socket call is non-blocking, and the few bytes sent fit
+any socket buffer, so a peer that does not read is hung up on rather than waited for.
+
+A connection ends in two steps that may come in either order. The hang-up (end of file) says that no process holds the
+other end; a forked child may hold it for ever, and the driver of a killed process may still be copying when it comes.
+The pidfd says that the process itself has ended, copies included: only that frees a slot it may have written to. Where
+no pidfd can be had (old kernel, foreign pid namespace), the hang-up starts a rest of 60 s instead, and the log says so.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.errors import LimitExceeded
+from kvstore.limits import REST_WITHOUT_PIDFD_MS
+from kvstore.rpc.handover import Hello, Memory, Refusal
+from kvstore.store import Session, Store
+
+SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
+BACKLOG = 128
+OVERFLOW_UID = 65534  # how every uid that this user namespace does not know is shown
+
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+_log = logging.getLogger(__name__)
+
+
+class Connection:
+    """One accepted connection: the socket while it is open, the pidfd while the process matters."""
+
+    def __init__(self, sock: socket.socket, pidfd: int | None, session: Session) -> None:
+        self.sock: socket.socket | None = sock
+        self.pidfd = pidfd
+        self.session = session
+        self.rest: asyncio.TimerHandle | None = None
+
+
+class ArenaSocket:
+    """Listens, and owns every connection. `memory` is what an attached process gets with the descriptors."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        memory: Memory,
+        fds: tuple[int, int],
+        allow_uids: frozenset[int],
+        rest_ms: int = REST_WITHOUT_PIDFD_MS,
+        pidfd_of: Callable[[socket.socket, int], int | None] | None = None,
+    ) -> None:
+        self._store = store
+        self._memory = memory
+        self._fds = fds
+        self._allowed = (allow_uids | {os.geteuid(), 0}) - {OVERFLOW_UID}
+        self._rest_s = rest_ms / 1000
+        self._pidfd_of = pidfd_of or peer_pidfd
+        self._connections: dict[Session, Connection] = {}
+        self._listener: socket.socket | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def listen(self, path: Path) -> None:
+        """OSError. The caller has made sure that nothing of value is at `path`, and set the umask."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.setblocking(False)
+        listener.bind(os.fspath(path))
+        listener.listen(BACKLOG)
+        self._listener = listener
+        self._loop.add_reader(listener, self._accept)
+
+    def hand_over(self, session: Session) -> bool:
+        """Send the memory to an attached process. False when its connection cannot take it (any more)."""
+        connection = self._connections.get(session)
+        if connection is None or connection.sock is None:
+            return False
+        try:
+            socket.send_fds(connection.sock, [self._memory.encode()], list(self._fds))
+        except OSError as error:
+            _log.warning("pid %d did not take the arena: %s", session.pid, error)
+            self._hang_up(connection)
+            return False
+        return True
+
+    def sweep(self) -> None:
+        """Close the pidfds of processes that no longer matter. Called once in a while."""
+        for connection in list(self._connections.values()):
+            if connection.sock is None and not self._store.watched(connection.session):
+                self._forget(connection)
+
+    def close(self) -> None:
+        """Hang up on everybody: attached processes see the end of the daemon here first."""
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        for connection in list(self._connections.values()):
+            self._hang_up(connection)
+            self._forget(connection)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # out of descriptors: the peer waits in the backlog, and the loop must not spin
+            _log.error("arena.sock cannot accept: %s; trying again in a second", error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(1.0, self._accept_again)
+            return
+        sock.setblocking(False)
+        pid, uid, _ = _PEER_CREDENTIALS.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        )
+        if uid not in self._allowed:
+            _log.warning("refused pid %d of uid %d", pid, uid)
+            _refuse(
+                sock,
+                f"uid {uid} may not attach to this daemon, which runs as uid {os.geteuid()}; start the daemon with "
+                f"--allow-uid {uid} --socket-mode 0660 if that user may read and write every chunk"
+                if uid != OVERFLOW_UID
+                else f"your uid is shown as {uid}, which stands for every user the daemon's user namespace does not "
+                "know, so it proves nothing; map your uid into the daemon's namespace",
+            )
+            return
+        try:
+            session = self._store.connect(pid=pid, uid=uid)
+        except LimitExceeded as error:
+            _refuse(sock, str(error))
+            return
+        try:
+            pidfd = self._pidfd_of(sock, pid)
+        except ProcessLookupError:  # gone already
+            self._store.hang_up(session)
+            sock.close()
+            return
+        if pidfd is None:
+            _log.warning(
+                "no pidfd can be had for pid %d: slots it was granted and has not committed rest for %.0f s after it "
+                "hangs up", pid, self._rest_s,
+            )  # fmt: skip
+        connection = self._connections[session] = Connection(sock, pidfd, session)
+        self._loop.add_reader(sock, self._readable, connection)
+        if pidfd is not None:
+            self._loop.add_reader(pidfd, self._process_ended, connection)
+        try:
+            sock.send(Hello(session.token).encode())
+        except OSError:
+            self._hang_up(connection)
+
+    def _accept_again(self) -> None:
+        if self._listener is not None:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _readable(self, connection: Connection) -> None:
+        """Nobody sends anything here: whatever comes, the connection is over."""
+        assert connection.sock is not None
+        try:
+            packet = connection.sock.recv(1)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if packet:
+            _log.warning("pid %d sent something on arena.sock, where only the daemon speaks", connection.session.pid)
+        self._hang_up(connection)
+
+    def _hang_up(self, connection: Connection) -> None:
+        if connection.sock is None:
+            return
+        self._loop.remove_reader(connection.sock)
+        connection.sock.close()
+        connection.sock = None
+        self._store.hang_up(connection.session)
+        if not self._store.watched(connection.session):
+            self._forget(connection)
+        elif connection.pidfd is None:
+            connection.rest = self._loop.call_later(self._rest_s, self._process_ended, connection)
+
+    def _process_ended(self, connection: Connection) -> None:
+        self._hang_up(connection)
+        self._store.process_ended(connection.session)
+        self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        self._connections.pop(connection.session, None)
+        if connection.rest is not None:
+            connection.rest.cancel()
+        if connection.pidfd is not None:
+            self._loop.remove_reader(connection.pidfd)
+            os.close(connection.pidfd)
+            connection.pidfd = None
+
+
+def peer_pidfd(sock: socket.socket, pid: int) -> int | None:
+    """A pidfd of the process that connected; None where there is no way to one. ProcessLookupError: it has ended.
+
+    `SO_PEERPIDFD` cannot name another process. `pidfd_open` could, if the peer died and its number was taken between
+    the two calls; that only delays the slots of a dead process until the other one ends.
+    """
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        pass
+    if pid <= 0:  # in a pid namespace that this one cannot see
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return None
+
+
+def _refuse(sock: socket.socket, reason: str) -> None:
+    with contextlib.suppress(OSError):
+        sock.send(Refusal(reason).encode())
+    sock.close()

@@ -1,0 +1,29 @@
+"""The `kvstore` command: one file per verb.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 4 no daemon at the endpoint.
+"""
+
+import sys
+
+import typer
+
+from kvstore.cli import serve, stats
+
+app = typer.Typer(
+    name="kvstore",
+    help="One KV-cache store per node, shared by every vLLM engine on it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("serve")(serve.serve)
+app.command("stats")(stats.stats)
+
+
+def main() -> None:
+    app()
+
+
+def serve_main() -> None:
+    """`kvstored` is `kvstore serve`."""
+    app(["serve", *sys.argv[1:]], prog_name="kvstored")

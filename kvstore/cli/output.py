@@ -1,0 +1,48 @@
+"""How every operator command ends: its answer as JSON or a table, its failure as an exit code and one message."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from kvstore.config import default_endpoint
+from kvstore.errors import ConfigurationError, KVStoreError, NotAllowed, Unavailable
+
+EXIT_FAILED, EXIT_USAGE, EXIT_NO_DAEMON = 1, 2, 4
+
+Endpoint = Annotated[
+    str | None, typer.Option(help="unix:///path/kvstore.sock. Default: KVSTORE_ENDPOINT, else the default directory.")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
+
+
+def print_json(document: object) -> None:
+    print(json.dumps(document, indent=2))
+
+
+@contextlib.contextmanager
+def reported(endpoint: str | None, *, as_json: bool) -> Iterator[str]:
+    """Yields the endpoint to use; a failure inside becomes a message and an exit code."""
+    try:
+        yield endpoint or default_endpoint()
+    except KVStoreError as error:
+        if as_json:
+            print_json({"error": {"kind": type(error).__name__, "message": str(error)}})
+        else:
+            print(f"kvstore: {error}", file=sys.stderr)
+        raise typer.Exit(_exit_code(error)) from None
+
+
+def _exit_code(error: KVStoreError) -> int:
+    match error:
+        case NotAllowed():
+            return EXIT_FAILED
+        case Unavailable():
+            return EXIT_NO_DAEMON
+        case ConfigurationError():
+            return EXIT_USAGE
+        case _:
+            return EXIT_FAILED

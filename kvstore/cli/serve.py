@@ -1,0 +1,66 @@
+"""`kvstore serve`: the daemon in the foreground, until SIGTERM or SIGINT."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstore.config import METRICS_LISTEN_DEFAULT, serve_config
+from kvstore.errors import ConfigurationError
+from kvstore.server import EXIT_USAGE
+from kvstore.server import serve as run
+
+_log = logging.getLogger("kvstore")
+
+
+def serve(
+    config: Annotated[Path | None, typer.Option(help="TOML file; keys are the flags with underscores.")] = None,
+    runtime_dir: Annotated[
+        str | None,
+        typer.Option(help="Sockets live here. Default: /run/kvstore for root, else $XDG_RUNTIME_DIR/kvstore."),
+    ] = None,
+    cpu_bytes: Annotated[str | None, typer.Option(help="Size of the cpu tier, exact: 64GiB, 500MB, bytes.")] = None,
+    index_bytes: Annotated[
+        str | None, typer.Option(help="Largest size of the table. Default: what fits the tiers.")
+    ] = None,
+    hash_seed: Annotated[
+        str | None, typer.Option(help="The seed that all engines share. Default: PYTHONHASHSEED.")
+    ] = None,
+    require_cache_salt: Annotated[
+        bool | None, typer.Option("--require-cache-salt", help="Refuse chunks without a tenant.")
+    ] = None,
+    metrics_listen: Annotated[
+        str | None, typer.Option(help=f"HOST:PORT for Prometheus, or off. Default: {METRICS_LISTEN_DEFAULT}.")
+    ] = None,
+    allow_uid: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another user who may attach, trusted with every chunk. Repeatable; needs --socket-mode 0660."
+        ),
+    ] = None,
+    socket_mode: Annotated[str | None, typer.Option(help="0600, or 0660 with --allow-uid.")] = None,
+) -> None:
+    """Run this node's daemon. Every flag is also a variable (KVSTORE_CPU_BYTES) and a TOML key (cpu_bytes)."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    flags = {
+        "runtime_dir": runtime_dir,
+        "cpu_bytes": cpu_bytes,
+        "index_bytes": index_bytes,
+        "hash_seed": hash_seed,
+        "require_cache_salt": require_cache_salt,
+        "metrics_listen": metrics_listen,
+        "allow_uid": allow_uid or None,
+        "socket_mode": socket_mode,
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    if config is None and (named := os.environ.get("KVSTORE_CONFIG")):
+        config = Path(named)
+    try:
+        settings = serve_config(given, os.environ, config)
+    except ConfigurationError as error:
+        _log.error("%s", error)
+        raise typer.Exit(EXIT_USAGE) from None
+    raise typer.Exit(run(settings, verify=os.environ.get("KVSTORE_VERIFY") == "poison"))

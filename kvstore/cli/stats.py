@@ -1,0 +1,45 @@
+"""`kvstore stats`: what the daemon holds and has done, from its own counters."""
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from kvstore import admin
+from kvstore.cli.output import Endpoint, Json, print_json, reported
+from kvstore.rpc.v1 import admin_pb2
+
+
+def stats(endpoint: Endpoint = None, json: Json = False) -> None:
+    """Show tiers, sessions and counters."""
+    with reported(endpoint, as_json=json) as where:
+        reply = admin.stats(where)
+    if json:
+        print_json(admin.stats_json(reply))
+    else:
+        _print_tables(reply, Console())
+
+
+def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
+    console.print(
+        f"instance {reply.instance_id.hex()}, up {reply.uptime_s:.0f} s, {reply.namespaces} namespaces, "
+        f"{reply.tenants} tenants, {reply.stores} stores, {reply.failed_loads} failed loads",
+        highlight=False,
+    )
+    tiers = Table("tier", "capacity", "ready", "used", "granted", "pinned", "overhead", "chunks", "hits", "misses")
+    tiers.add_column("evictions")
+    tiers.add_column("corruptions")
+    for tier in reply.tiers:
+        sizes = (
+            tier.capacity_bytes, tier.ready_bytes, tier.used_bytes, tier.granted_bytes, tier.pinned_bytes,
+            tier.overhead_bytes,
+        )  # fmt: skip
+        counts = (tier.chunks, tier.hits, tier.misses, tier.evictions, tier.corruptions)
+        tiers.add_row(tier.name, *map(decimal, sizes), *map(str, counts))
+    console.print(tiers)
+    sessions = Table("role", "group", "pid", "uid", "rank", "namespace")
+    for session in reply.sessions:
+        sessions.add_row(
+            session.role, session.group, str(session.pid), str(session.uid), str(session.rank),
+            session.namespace_id.hex(),
+        )  # fmt: skip
+    console.print(sessions)

@@ -1,0 +1,453 @@
+"""The store for tools, tests and engines other than vLLM: put, look up and get whole chunks.
+
+Concurrency: one client may be shared by threads (not across a fork). `StoreClient._lock` guards which connection is
+the current one and how many calls use each; a lost connection is closed, and its memory unmapped, by the last call
+that leaves it. Lookups and gets run beside each other; puts of one client take turns, because the group's share of
+slots is theirs together.
+
+A get copies first and compares generations after: bytes whose slot was handed out to somebody else meanwhile are never
+returned. A put makes a chunk visible only by a commit, sent after its copy's threads have fenced their stores. If the
+daemon dies, calls in flight end with Unavailable (or with the bytes they had found: an instance's memory stays right
+as long as it is mapped) and the next call attaches again.
+"""
+
+import enum
+import itertools
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+from kvstore import _native
+from kvstore.config import default_endpoint
+from kvstore.errors import BadKey, KVStoreError, LimitExceeded, NamespaceMismatch, SaltRequired, Unavailable, WrongSize
+from kvstore.limits import HEARTBEAT_STALE_MS, KEY_BYTES_MAX, KEY_BYTES_MIN, KEYS_PER_CALL_MAX
+from kvstore.session import Attachment, Role, Session
+from kvstore.steps import Outcome, Ref, Steps
+
+COPY_THREADS = 2
+ATTACH_BACKOFF_MIN_S, ATTACH_BACKOFF_MAX_S = 0.05, 1.0
+COPY_TIMEOUT_S = 60.0  # of one batch between two memories of this host
+
+
+class RejectReason(enum.StrEnum):
+    TIER_FULL = "TIER_FULL"
+    QUOTA = "QUOTA"
+    ADMISSION = "ADMISSION"
+    TIER_SICK = "TIER_SICK"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Committed in the cpu tier by this call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """Committed already, perhaps a moment ago by another session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    reason: RejectReason
+
+
+PutOutcome = Stored | Present | Rejected
+
+
+class Lookup(enum.Enum):
+    MISS = _native.MISS
+    CPU = _native.CPU
+    FS = _native.FS
+    PENDING = _native.PENDING
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The buffer holds the chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Not there, or gone before the copy had ended: the buffer's bytes mean nothing."""
+
+
+GetOutcome = Loaded | Miss
+
+_STORED, _PRESENT, _LOADED, _MISS = Stored(), Present(), Loaded(), Miss()
+_PUT_OUTCOMES: dict[Outcome, PutOutcome] = {
+    Outcome.STORED: _STORED,
+    Outcome.PRESENT: _PRESENT,
+    Outcome.REJECTED_TIER_FULL: Rejected(RejectReason.TIER_FULL),
+    Outcome.REJECTED_QUOTA: Rejected(RejectReason.QUOTA),
+    Outcome.REJECTED_ADMISSION: Rejected(RejectReason.ADMISSION),
+    Outcome.REJECTED_TIER_SICK: Rejected(RejectReason.TIER_SICK),
+    Outcome.NOT_GRANTED: Rejected(RejectReason.TIER_FULL),  # the slots were not to be had
+}
+_LOOKUP_OF_CODE = tuple(sorted(Lookup, key=lambda lookup: lookup.value))
+
+
+class StoreClient:
+    """Made by `attach`. Keys are the engine's hashes (16 to 64 bytes), payloads exactly `chunk_bytes` long."""
+
+    def __init__(self, endpoint: str, attachment: Attachment, *, timeout_s: float, copy_threads: int) -> None:
+        self._endpoint = endpoint
+        self._attachment = attachment
+        self._timeout_s = timeout_s
+        self._copy_threads = copy_threads
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._connection: _Connection | None = None
+        self._closed = False
+        self._backoff_s = 0.0  # before the next attempt to attach
+        self._tried_s = 0.0
+
+    @classmethod
+    def attach(
+        cls,
+        endpoint: str | None = None,
+        *,
+        namespace: Mapping[str, object],
+        chunk_bytes: int,
+        hash_seed: str | None = None,
+        timeout_s: float = 5.0,
+        copy_threads: int = COPY_THREADS,
+    ) -> "StoreClient":
+        """`endpoint` None: `KVSTORE_ENDPOINT` or the default; `hash_seed` None: `PYTHONHASHSEED`.
+
+        `timeout_s` bounds every wait for the daemon. Unavailable, SeedMismatch, NamespaceMismatch, LimitExceeded.
+        """
+        attachment = Attachment(
+            role=Role.CLIENT,
+            hash_seed=os.environ.get("PYTHONHASHSEED", "") if hash_seed is None else hash_seed,
+            namespace=namespace,
+            chunk_bytes=chunk_bytes,
+        )
+        client = cls(endpoint or default_endpoint(), attachment, timeout_s=timeout_s, copy_threads=copy_threads)
+        client._leave(client._enter())
+        return client
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._attachment.chunk_bytes
+
+    def put(self, salt: str | None, chunks: Mapping[bytes, Buffer]) -> dict[bytes, PutOutcome]:
+        """Store chunks for one tenant; the mapping's order is the prefix order, head first.
+
+        WrongSize, BadKey, LimitExceeded, SaltRequired before anything is stored; Unavailable at any time.
+        """
+        keys = list(chunks)
+        _require_keys(keys)
+        payloads = [_bytes_of(key, payload, self.chunk_bytes, writable=False) for key, payload in chunks.items()]
+        connection = self._enter()
+        try:
+            return connection.put(connection.tenant(salt), keys, payloads)
+        finally:
+            self._leave(connection)
+
+    def lookup(self, salt: str | None, keys: Sequence[bytes]) -> list[Lookup]:
+        """Where each chunk is, from the shared table: no waiting, no prefix rule, not a use. May be stale at once."""
+        connection = self._enter()
+        try:
+            codes, _, _ = connection.find(connection.tenant(salt), keys)
+        finally:
+            self._leave(connection)
+        return list(map(_LOOKUP_OF_CODE.__getitem__, codes))
+
+    def get(self, salt: str | None, keys: Sequence[bytes], timeout_s: float = 5.0) -> list[bytes | None]:
+        """Each chunk's bytes, or None for one that is not there: the caller recomputes. `timeout_s`: whole call."""
+        del timeout_s  # what is in the cpu tier is copied at once
+        connection = self._enter()
+        try:
+            return connection.get(connection.tenant(salt), keys)
+        finally:
+            self._leave(connection)
+
+    def get_into(
+        self, salt: str | None, buffers: Mapping[bytes, Buffer], timeout_s: float = 5.0
+    ) -> dict[bytes, GetOutcome]:
+        """Each chunk's bytes into its writable buffer of `chunk_bytes`, copied by several threads, no allocation."""
+        del timeout_s
+        keys = list(buffers)
+        _require_keys(keys)
+        targets = [_bytes_of(key, buffer, self.chunk_bytes, writable=True) for key, buffer in buffers.items()]
+        connection = self._enter()
+        try:
+            return connection.get_into(connection.tenant(salt), keys, targets)
+        finally:
+            self._leave(connection)
+
+    def close(self) -> None:
+        """Unused slots go back; the memory is unmapped once the last call in another thread has left."""
+        with self._lock:
+            self._closed = True
+            connection, self._connection = self._connection, None
+            idle = connection is not None and connection.calls == 0
+        if connection is not None and idle:
+            connection.close()
+
+    def __enter__(self) -> "StoreClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _enter(self) -> "_Connection":
+        """The current connection, or a new one; in use until `_leave`."""
+        if os.getpid() != self._pid:
+            raise KVStoreError(f"this client belongs to process {self._pid}; attach again in process {os.getpid()}")
+        with self._lock:
+            if self._closed:
+                raise KVStoreError("this client is closed")
+            connection = self._connection
+            if connection is None or connection.lost:
+                self._connection = None
+                if connection is not None and connection.calls == 0:
+                    connection.close()
+                connection = self._connection = self._attach()
+            connection.calls += 1
+            return connection
+
+    def _leave(self, connection: "_Connection") -> None:
+        with self._lock:
+            connection.calls -= 1
+            retired = connection.calls == 0 and connection is not self._connection
+        if retired:
+            connection.close()
+
+    def _attach(self) -> "_Connection":
+        """Under the lock: whoever else wants to attach waits here anyway."""
+        pause_s = self._tried_s + self._backoff_s - time.monotonic()
+        if pause_s > 0:
+            time.sleep(pause_s)
+        self._tried_s = time.monotonic()
+        try:
+            session = Session.attach(self._endpoint, self._attachment, timeout_s=self._timeout_s)
+        except Unavailable:
+            self._backoff_s = min(max(2 * self._backoff_s, ATTACH_BACKOFF_MIN_S), ATTACH_BACKOFF_MAX_S)
+            raise
+        self._backoff_s = 0.0
+        return _Connection(session, self.chunk_bytes, self._copy_threads, self._timeout_s)
+
+
+class _Connection:
+    """One session with its stream and its copying threads."""
+
+    def __init__(self, session: Session, chunk_bytes: int, copy_threads: int, timeout_s: float) -> None:
+        self.calls = 0  # guarded by the client's lock
+        self._session = session
+        self._chunk_bytes = chunk_bytes
+        self._class_bytes = _native.class_bytes(chunk_bytes)
+        self._timeout_s = timeout_s
+        self._table = session.table
+        self._arena = session.arena
+        self._unit_bytes = session.table.unit_bytes
+        self._copier = _native.Copier(copy_threads)
+        self._copier.add_region(self._arena.address, self._arena.nbytes)
+        session.before_unmap(self._copier.close)
+        self._steps = Steps(session)
+        self._jobs = itertools.count(1)
+        self._ended: dict[int, _native.Finished] = {}  # guarded by _ended_lock
+        self._ended_lock = threading.Lock()
+        self._put_turn = threading.Lock()
+
+    @property
+    def lost(self) -> bool:
+        return self._session.lost or self._steps.broken
+
+    def close(self) -> None:
+        self._session.close()
+
+    def tenant(self, salt: str | None) -> bytes:
+        if salt is None and self._session.require_cache_salt:
+            raise SaltRequired("this daemon takes no chunk without a tenant (--require-cache-salt); pass a salt")
+        return self._session.tenant_id(salt)
+
+    def find(self, tenant: bytes, keys: Sequence[bytes]) -> tuple[bytes, NDArray[np.uint32], NDArray[np.uint64]]:
+        if len(keys) > KEYS_PER_CALL_MAX:
+            raise LimitExceeded(f"{len(keys)} keys in one call; at most {KEYS_PER_CALL_MAX}")
+        try:
+            return self._table.lookup(self._namespace(), tenant, keys)
+        except (TypeError, ValueError):
+            _require_keys(keys)
+            raise
+
+    def put(self, tenant: bytes, keys: list[bytes], payloads: list[NDArray[np.uint8]]) -> dict[bytes, PutOutcome]:
+        outcomes: dict[bytes, PutOutcome] = dict.fromkeys(keys, _PRESENT)
+        with self._put_turn:
+            if self._table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+                self._steps.settle(self._timeout_s)  # no store begins while nobody knows whether the daemon runs
+            codes, _, _ = self.find(tenant, keys)
+            absent = [position for position, code in enumerate(codes) if code != _native.CPU]
+            tickets: list[int] = []
+            while len(tickets) < len(absent):
+                rest = absent[len(tickets) :]
+                grants = self._steps.wait_grants(len(rest), self._timeout_s)
+                if not grants:
+                    for position in rest:
+                        outcomes[keys[position]] = self._refusal()
+                    break
+                batch = rest[: len(grants)]
+                self._write(grants, [payloads[position] for position in batch])
+                for (slot, generation), position in zip(grants, batch, strict=True):
+                    parent = keys[position - 1] if position else b""
+                    tickets.append(self._steps.commit(slot, generation, tenant, keys[position], parent))
+            settled = self._steps.wait(tickets, self._timeout_s)
+            for position, outcome in zip(absent, settled, strict=False):
+                outcomes[keys[position]] = _PUT_OUTCOMES[outcome]
+            self._steps.touch(tenant, keys)
+            self._steps.flush()
+        return outcomes
+
+    def get(self, tenant: bytes, keys: Sequence[bytes]) -> list[bytes | None]:
+        codes, slots, generations = self.find(tenant, keys)
+        found = [position for position, code in enumerate(codes) if code == _native.CPU]
+        copies: list[bytes | None] = [None] * len(keys)
+        with self._arena.view() as view:
+            for position in found:
+                offset = self._offset(int(slots[position]))
+                copies[position] = view[offset : offset + self._chunk_bytes].tobytes()
+        slots, generations = slots[found], generations[found]
+        current = self._table.current(slots, generations)
+        for position, same in zip(found, current, strict=True):
+            if not same:
+                copies[position] = None
+        self._report(tenant, keys, len(keys) - len(found), slots, generations, current)
+        return copies
+
+    def get_into(self, tenant: bytes, keys: list[bytes], targets: list[NDArray[np.uint8]]) -> dict[bytes, GetOutcome]:
+        codes, slots, generations = self.find(tenant, keys)
+        found = [position for position, code in enumerate(codes) if code == _native.CPU]
+        outcomes: dict[bytes, GetOutcome] = dict.fromkeys(keys, _MISS)
+        slots, generations = slots[found], generations[found]
+        current = bytearray(b"\1") * len(found)
+        if found:
+            ended = self._copy(
+                [self._address(int(slot)) for slot in slots],
+                [_address_of(targets[position]) for position in found],
+                [_address_of(targets[position]) for position in found],
+                slots=slots,
+                generations=generations,
+            )
+            for index in ended.failed:
+                current[index] = 0
+        for position, same in zip(found, current, strict=True):
+            if same:
+                outcomes[keys[position]] = _LOADED
+        self._report(tenant, keys, len(keys) - len(found), slots, generations, current)
+        return outcomes
+
+    def _namespace(self) -> bytes:
+        return self._steps.group.namespace_id
+
+    def _offset(self, slot: int) -> int:
+        return _native.slot_offset(slot, self._class_bytes, self._unit_bytes)
+
+    def _address(self, slot: int) -> int:
+        return self._arena.address + self._offset(slot)
+
+    def _refusal(self) -> PutOutcome:
+        if self._steps.group.refused:
+            raise NamespaceMismatch(self._steps.group.refused)
+        return _PUT_OUTCOMES[self._steps.grants_short]
+
+    def _write(self, grants: list[Ref], payloads: list[NDArray[np.uint8]]) -> None:
+        """Every byte of every slot: payload and zeroed padding. On any error the slots are given back."""
+        written = False
+        try:
+            addresses = [self._address(slot) for slot, _ in grants]
+            if self._class_bytes > self._chunk_bytes:
+                for address in addresses:
+                    _native.fill(address + self._chunk_bytes, self._class_bytes - self._chunk_bytes, 0)
+            sources = [_address_of(payload) for payload in payloads]
+            ended = self._copy(sources, addresses, sources)
+            if ended.failed:
+                raise Unavailable("the copy into the arena was ended by a close in another thread")
+            written = True
+        finally:
+            if not written:  # `_copy` has waited for the copying threads, whatever happened
+                for slot, generation in grants:
+                    self._steps.abort(slot, generation)
+                self._steps.flush()
+
+    def _copy(
+        self,
+        sources: list[int],
+        destinations: list[int],
+        callers: list[int],
+        *,
+        slots: NDArray[np.uint32] | None = None,
+        generations: NDArray[np.uint64] | None = None,
+    ) -> _native.Finished:
+        """Copy chunks and wait. `callers`: the addresses that are the caller's memory, ours only until this returns."""
+        job = next(self._jobs)
+        added = 0
+        try:
+            for address in callers:
+                self._copier.add_region(address, self._chunk_bytes)
+                added += 1
+            self._copier.submit(
+                job,
+                np.array(sources, np.uint64),
+                np.array(destinations, np.uint64),
+                np.full(len(sources), self._chunk_bytes, np.uint64),
+                table=self._table if slots is not None else None,
+                slots=slots,
+                generations=generations,
+            )
+            if not self._copier.wait([job], COPY_TIMEOUT_S):
+                raise Unavailable(f"copying {len(sources)} chunks took longer than {COPY_TIMEOUT_S:g} s")
+        finally:
+            for address in callers[:added]:
+                self._copier.remove_region(address)  # waits for running parts
+        with self._ended_lock:
+            self._ended |= {finished.job: finished for finished in self._copier.finished()}
+            return self._ended.pop(job)
+
+    def _report(
+        self,
+        tenant: bytes,
+        keys: Sequence[bytes],
+        missed: int,
+        slots: NDArray[np.uint32],
+        generations: NDArray[np.uint64],
+        current: Sequence[int],
+    ) -> None:
+        """Count hits and misses, and touch the chain."""
+        for slot, generation, same in zip(slots.tolist(), generations.tolist(), current, strict=True):
+            self._steps.release(slot, generation, loaded=bool(same))
+        self._steps.miss(missed)
+        self._steps.touch(tenant, keys)
+        self._steps.flush()
+
+
+def _require_keys(keys: Sequence[bytes]) -> None:
+    """LimitExceeded, BadKey."""
+    if len(keys) > KEYS_PER_CALL_MAX:
+        raise LimitExceeded(f"{len(keys)} keys in one call; at most {KEYS_PER_CALL_MAX}")
+    for key in keys:
+        if not isinstance(key, bytes) or not KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX:
+            shown = f"{key.hex()} of {len(key)} bytes" if isinstance(key, bytes) else repr(key)
+            raise BadKey(f"key {shown}: a key is the engine's hash, {KEY_BYTES_MIN} to {KEY_BYTES_MAX} bytes")
+
+
+def _bytes_of(key: bytes, buffer: Buffer, chunk_bytes: int, *, writable: bool) -> NDArray[np.uint8]:
+    """The buffer's memory, not a copy. WrongSize."""
+    view = memoryview(buffer)
+    if view.nbytes != chunk_bytes or not view.contiguous or (writable and view.readonly):
+        kind = "writable, contiguous" if writable else "contiguous"
+        found = f"{'' if view.contiguous else 'not contiguous, '}{'read-only, ' if view.readonly else ''}{view.nbytes}"
+        raise WrongSize(
+            f"the buffer of key {key.hex()} must be {kind} and {chunk_bytes} bytes long; it is {found} bytes"
+        )
+    return np.frombuffer(view, np.uint8)
+
+
+def _address_of(array: NDArray[np.uint8]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -1,0 +1,287 @@
+"""The daemon's settings, parsed once: flags over `KVSTORE_*` variables over the keys of a TOML file.
+
+One table (`_SETTINGS`) names every setting; a flag `--cpu-bytes` is the variable `KVSTORE_CPU_BYTES` and the key
+`cpu_bytes`. An unknown variable or key is an error that names the nearest valid one. Pure but for `default_*`, which
+ask who runs the process and where.
+"""
+
+import difflib
+import os
+import re
+import stat
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+
+from kvstore.errors import ConfigurationError
+from kvstore.limits import SOCKET_PATH_BYTES_MAX
+from kvstore.namespace import seed_problem
+
+GRPC_SOCKET = "kvstore.sock"
+ARENA_SOCKET = "arena.sock"
+ARENA_BYTES_MIN = 64 << 10
+METRICS_LISTEN_DEFAULT = "127.0.0.1:9765"
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate(("k", "M", "G", "T"), start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_UNITS |= {"KB": 1000, "KiB": 1024}
+
+# Variables of this prefix that are not settings of the daemon: the commands', the tests', and those that Kubernetes
+# gives every container when a Service is called "kvstore".
+_OTHER_VARIABLES = re.compile(r"KVSTORE_(ENDPOINT|VERIFY|CONFIG|SERVICE_HOST|SERVICE_PORT.*|PORT|PORT_.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    host: str
+    port: int  # 0: any free one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    runtime_dir: Path
+    cpu_bytes: int  # the arena, exact
+    index_bytes: int | None  # largest size of the table; None: what fits the tiers
+    hash_seed: str
+    require_cache_salt: bool
+    metrics_listen: ListenAddress | None  # None: off
+    allow_uids: frozenset[int]
+    socket_mode: int  # 0o600 or 0o660
+
+    @property
+    def grpc_path(self) -> Path:
+        return self.runtime_dir / GRPC_SOCKET
+
+    @property
+    def arena_path(self) -> Path:
+        return self.runtime_dir / ARENA_SOCKET
+
+    @property
+    def endpoint(self) -> str:
+        return f"unix://{self.grpc_path}"
+
+
+def serve_config(
+    flags: Mapping[str, object], environment: Mapping[str, str], config_file: Path | None = None
+) -> ServeConfig:
+    """`flags`: setting name to the text given, only those given. ConfigurationError, naming the source and value."""
+    given: dict[str, tuple[str, object]] = {}  # later sources win
+    if config_file is not None:
+        given |= {name: (f"{name} in {config_file}", value) for name, value in _file_keys(config_file).items()}
+    given |= {name: (_variable(name), value) for name, value in _variables(environment).items()}
+    for name, value in flags.items():
+        assert name in _SETTINGS, f"flag {name!r} is in no table"
+        given[name] = (_flag(name), value)
+
+    values: dict[str, object] = {name: default for name, (_, default) in _SETTINGS.items()}
+    for name, (source, value) in given.items():
+        parse, _ = _SETTINGS[name]
+        try:
+            values[name] = parse(value)
+        except ValueError as error:
+            raise ConfigurationError(f"{source}: {error}") from None
+    return _checked(values, environment)
+
+
+def parse_bytes(value: object) -> int:
+    """`64GiB`, `500MB`, `1.5TiB`, or plain bytes. ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"{value!r} is not a size; write for example 64GiB, 500MB or plain bytes")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write for example 64GiB, 500MB or plain bytes")
+    nbytes = Decimal(match[1]) * _UNITS[match[2]]
+    if nbytes != int(nbytes):
+        raise ValueError(f"{value!r} is not a whole number of bytes")
+    return int(nbytes)
+
+
+def default_runtime_dir(environment: Mapping[str, str] | None = None) -> Path:
+    """Where daemon, commands and connector meet when nobody says otherwise."""
+    environment = os.environ if environment is None else environment
+    if named := environment.get(_variable("runtime_dir")):
+        return Path(named)
+    if os.geteuid() == 0:
+        return Path("/run/kvstore")
+    if session_dir := environment.get("XDG_RUNTIME_DIR"):
+        return Path(session_dir) / "kvstore"
+    private = Path(tempfile.gettempdir()) / f"kvstore-{os.geteuid()}"
+    try:
+        found = private.lstat()
+    except FileNotFoundError:
+        return private
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConfigurationError(
+            f"{private} belongs to uid {found.st_uid}, not to {os.geteuid()}, so sockets in it prove nothing; name "
+            "another directory with --runtime-dir (or KVSTORE_ENDPOINT for commands and engines)"
+        )
+    return private
+
+
+def default_endpoint(environment: Mapping[str, str] | None = None) -> str:
+    """`KVSTORE_ENDPOINT`, else the socket in the default runtime directory."""
+    environment = os.environ if environment is None else environment
+    return environment.get("KVSTORE_ENDPOINT") or f"unix://{default_runtime_dir(environment) / GRPC_SOCKET}"
+
+
+def endpoint_paths(endpoint: str) -> tuple[Path, Path]:
+    """(gRPC socket, arena socket) of `unix:///run/kvstore/kvstore.sock`. ConfigurationError."""
+    path = endpoint.removeprefix("unix://") if endpoint.startswith("unix://") else endpoint.removeprefix("unix:")
+    if path == endpoint or not path.startswith("/"):
+        raise ConfigurationError(
+            f"endpoint {endpoint!r} is not a Unix socket with an absolute path, as in unix:///run/kvstore/kvstore.sock"
+        )
+    grpc_path = Path(path)
+    arena_path = grpc_path.parent / ARENA_SOCKET
+    require_socket_path(grpc_path)
+    require_socket_path(arena_path)
+    return grpc_path, arena_path
+
+
+def require_socket_path(path: Path) -> None:
+    length = len(os.fsencode(path))
+    if length > SOCKET_PATH_BYTES_MAX:
+        raise ConfigurationError(
+            f"socket path {path} has {length} bytes, and the kernel takes {SOCKET_PATH_BYTES_MAX}; "
+            "name a shorter directory with --runtime-dir"
+        )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or value == "":
+        raise ValueError(f"{value!r} is not a non-empty text (in a TOML file, write it in quotes)")
+    return value
+
+
+def _path(value: object) -> Path:
+    return Path(_text(value)).absolute()
+
+
+def _flag_value(value: object) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    raise ValueError(f"{value!r} is neither true nor false")
+
+
+def _uids(value: object) -> frozenset[int]:
+    """A list, or the text `1000,1001`."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        items = [items]
+    uids = set()
+    for item in items:
+        text = str(item).strip()
+        if isinstance(item, bool) or not text.isdecimal():
+            raise ValueError(f"{item!r} is not a numeric user id")
+        uids.add(int(text))
+    return frozenset(uids)
+
+
+def _mode(value: object) -> int:
+    text = f"{value:o}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    if not re.fullmatch(r"(0o)?[0-7]{3,4}", text) or int(text.removeprefix("0o"), 8) not in (0o600, 0o660):
+        raise ValueError(f"{text!r} is not a mode for the sockets; 0600 or 0660 (with --allow-uid)")
+    return int(text.removeprefix("0o"), 8)
+
+
+def _listen(value: object) -> ListenAddress | None:
+    text = _text(value)
+    if text == "off":
+        return None
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):(\d{1,5})", text)
+    if match is None or int(match[2]) > 65_535:
+        raise ValueError(f"{text!r} is neither HOST:PORT nor off")
+    return ListenAddress(match[1].strip("[]"), int(match[2]))
+
+
+_SETTINGS: dict[str, tuple[Callable[[object], object], object]] = {
+    "runtime_dir": (_path, None),
+    "cpu_bytes": (parse_bytes, None),
+    "index_bytes": (parse_bytes, None),
+    "hash_seed": (_text, None),
+    "require_cache_salt": (_flag_value, False),
+    "metrics_listen": (_listen, _listen(METRICS_LISTEN_DEFAULT)),
+    "allow_uid": (_uids, frozenset()),
+    "socket_mode": (_mode, 0o600),
+}
+
+
+def _checked(values: dict[str, object], environment: Mapping[str, str]) -> ServeConfig:
+    """The rules between settings."""
+    seed = values["hash_seed"] if values["hash_seed"] is not None else environment.get("PYTHONHASHSEED")
+    assert seed is None or isinstance(seed, str)
+    if problem := seed_problem(seed):
+        raise ConfigurationError(f"{problem} (or give the daemon --hash-seed)")
+    assert seed is not None
+
+    cpu_bytes = values["cpu_bytes"]
+    if cpu_bytes is None:
+        raise ConfigurationError("the size of the cpu tier is not given; say for example --cpu-bytes 64GiB")
+    assert isinstance(cpu_bytes, int)
+    if cpu_bytes < ARENA_BYTES_MIN:
+        raise ConfigurationError(f"--cpu-bytes is {cpu_bytes}, less than the {ARENA_BYTES_MIN} that hold anything")
+
+    allow_uids, socket_mode = values["allow_uid"], values["socket_mode"]
+    assert isinstance(allow_uids, frozenset)
+    assert isinstance(socket_mode, int)
+    if allow_uids and socket_mode != 0o660:
+        raise ConfigurationError(
+            f"--allow-uid {','.join(map(str, sorted(allow_uids)))} needs sockets that a shared group can open, and "
+            f"--socket-mode is {socket_mode:04o}; add --socket-mode 0660"
+        )
+
+    runtime_dir = values["runtime_dir"] or default_runtime_dir(environment).absolute()
+    config = ServeConfig(
+        runtime_dir=runtime_dir,  # type: ignore[arg-type]
+        cpu_bytes=cpu_bytes,
+        index_bytes=values["index_bytes"],  # type: ignore[arg-type]
+        hash_seed=seed,
+        require_cache_salt=values["require_cache_salt"],  # type: ignore[arg-type]
+        metrics_listen=values["metrics_listen"],  # type: ignore[arg-type]
+        allow_uids=allow_uids,
+        socket_mode=socket_mode,
+    )
+    require_socket_path(config.grpc_path)
+    require_socket_path(config.arena_path)
+    return config
+
+
+def _file_keys(config_file: Path) -> dict[str, object]:
+    try:
+        keys = tomllib.loads(config_file.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigurationError(f"--config {config_file} cannot be read: {error}") from None
+    for name in keys:
+        if name not in _SETTINGS:
+            raise ConfigurationError(f"{config_file}: unknown key {name!r}{_nearest(name, _SETTINGS)}")
+    return keys
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    valid = {_variable(name): name for name in _SETTINGS}
+    for variable in environment:
+        if variable.startswith("KVSTORE_") and variable not in valid and not _OTHER_VARIABLES.fullmatch(variable):
+            raise ConfigurationError(f"unknown variable {variable}{_nearest(variable, valid)}")
+    return {name: environment[variable] for variable, name in valid.items() if variable in environment}
+
+
+def _nearest(name: str, valid: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; valid are {', '.join(sorted(valid))}"
+
+
+def _variable(name: str) -> str:
+    return f"KVSTORE_{name.upper()}"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

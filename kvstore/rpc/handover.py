@@ -1,0 +1,64 @@
+"""What travels on arena.sock, a SOCK_SEQPACKET socket: two packets from the daemon, none from the process attached.
+
+1. At once after `connect`: `Hello`, with the token that proves to gRPC who calls, or `Refusal`.
+2. After gRPC `Attach`, before its answer: `Memory`, with two file descriptors as SCM_RIGHTS: arena, table.
+
+The connection then stays open and silent; its end tells each side that the other has gone.
+"""
+
+import json
+from dataclasses import dataclass
+
+PROTOCOL = 1
+PACKET_BYTES_MAX = 4096
+FDS_PER_PACKET = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    token: bytes
+
+    def encode(self) -> bytes:
+        return _packet(token=self.token.hex())
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    reason: str
+
+    def encode(self) -> bytes:
+        return _packet(refused=self.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    arena_bytes: int
+    index_key: bytes
+    tenant_key: bytes
+
+    def encode(self) -> bytes:
+        return _packet(arena_bytes=self.arena_bytes, index_key=self.index_key.hex(), tenant_key=self.tenant_key.hex())
+
+
+Packet = Hello | Refusal | Memory
+
+
+def decode(packet: bytes) -> Packet:
+    """ValueError for what no daemon of this protocol sends."""
+    try:
+        fields = json.loads(packet)
+        if fields["protocol"] != PROTOCOL:
+            raise ValueError(f"the daemon speaks protocol {fields['protocol']} on arena.sock, this program {PROTOCOL}")
+        if "refused" in fields:
+            return Refusal(fields["refused"])
+        if "token" in fields:
+            return Hello(bytes.fromhex(fields["token"]))
+        return Memory(fields["arena_bytes"], bytes.fromhex(fields["index_key"]), bytes.fromhex(fields["tenant_key"]))
+    except (KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"a packet on arena.sock is not this protocol's: {packet[:80]!r} ({error})") from None
+
+
+def _packet(**fields: object) -> bytes:
+    packet = json.dumps({"protocol": PROTOCOL} | fields).encode()
+    assert len(packet) <= PACKET_BYTES_MAX, f"packet of {len(packet)} bytes"
+    return packet

@@ -1,0 +1,362 @@
+"""One daemon: locks, sockets, the cpu tier, the store and its servicers, put together, run, and taken down.
+
+Order of a start, and why: configuration (nothing is touched) -> runtime directory -> lock (a second daemon ends here,
+before gRPC, which unlinks the first one's socket without asking) -> what lies at the sockets' paths -> memory ->
+metrics port -> gRPC -> arena.sock -> ready. Pre-faulting goes on after that.
+
+Concurrency: one event loop owns the store and both sockets. Its timers write the heartbeat and end leases. Other
+threads: the tier's pre-fault thread, and the metrics exporter's, which both reach the loop with call_soon_threadsafe.
+When the daemon dies, its locks and sockets die with it: the next one finds sockets that nobody answers and replaces
+them.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import socket
+import stat
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from wsgiref.simple_server import WSGIServer
+
+import grpc
+import prometheus_client
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvstore.attach import ArenaSocket
+from kvstore.config import ServeConfig
+from kvstore.errors import ConfigurationError
+from kvstore.limits import HEARTBEAT_INTERVAL_MS, MESSAGE_BYTES_MAX
+from kvstore.metrics import DaemonCollector
+from kvstore.rpc.handover import Memory
+from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
+from kvstore.service import Admin, Chunks, Sessions, TokenInterceptor, clock_ms
+from kvstore.store import Store
+from kvstore.tenant import TENANT_KEY_BYTES
+from kvstore.tiers.cpu import CpuTier
+
+LOCK_FILE = "kvstore.lock"
+INSTANCE_ID_BYTES = 16
+INDEX_KEY_BYTES = 16
+LEASE_SWEEP_S = 1.0
+STOP_GRACE_S = 0.5
+SNAPSHOT_TIMEOUT_S = 2.0
+EXIT_STOPPED, EXIT_FAILED, EXIT_USAGE, EXIT_RUNNING = 0, 1, 2, 3
+
+_SERVICES = (
+    store_pb2.DESCRIPTOR.services_by_name["Sessions"].full_name,
+    store_pb2.DESCRIPTOR.services_by_name["Chunks"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class AlreadyRunning(Exception):
+    """Another daemon holds the lock of this runtime directory."""
+
+
+class StartFailed(Exception):
+    """Something on this host stands in the way. The message says what."""
+
+
+def serve(config: ServeConfig, *, verify: bool = False) -> int:
+    """Run until SIGTERM or SIGINT. Returns the exit code; what went wrong is in the log."""
+    try:
+        with contextlib.ExitStack() as stack:
+            group = _shared_group(config)
+            _make_runtime_dir(config.runtime_dir, group)
+            stack.enter_context(_locked(config.runtime_dir / LOCK_FILE))
+            for path in (config.grpc_path, config.arena_path):
+                _clear_stale_socket(path)
+            uvloop.run(_serve(config, group, verify=verify))
+    except ConfigurationError as error:
+        _log.error("%s", error)
+        return EXIT_USAGE
+    except AlreadyRunning as error:
+        _log.error("%s", error)
+        return EXIT_RUNNING
+    except StartFailed as error:
+        _log.error("%s", error)
+        return EXIT_FAILED
+    return EXIT_STOPPED
+
+
+async def _serve(config: ServeConfig, group: int | None, *, verify: bool) -> None:
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+
+    instance_id = secrets.token_bytes(INSTANCE_ID_BYTES)
+    index_key = secrets.token_bytes(INDEX_KEY_BYTES)
+    tenant_key = secrets.token_bytes(TENANT_KEY_BYTES)
+    tier = CpuTier(
+        cpu_bytes=config.cpu_bytes,
+        index_bytes=config.index_bytes,
+        index_key=index_key,
+        instance_id=instance_id,
+        verify=verify,
+    )
+    store = Store(
+        tier,
+        instance_id=instance_id,
+        index_key=index_key,
+        tenant_key=tenant_key,
+        hash_seed=config.hash_seed,
+        require_cache_salt=config.require_cache_salt,
+        started_ms=clock_ms(),
+        verify=verify,
+    )
+    arena_socket = ArenaSocket(
+        store,
+        memory=Memory(tier.arena_bytes, index_key, tenant_key),
+        fds=(tier.arena_fd, tier.table_fd),
+        allow_uids=config.allow_uids,
+    )
+    health_servicer = health.aio.HealthServicer()
+    for name in ("", *_SERVICES):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+    server = _grpc_server(store, arena_socket, health_servicer)
+    metrics = _start_metrics(config, lambda: _snapshot(loop, store))
+
+    def sweep() -> None:
+        store.expire_leases(clock_ms())
+        arena_socket.sweep()
+
+    beating = [
+        asyncio.create_task(_every(HEARTBEAT_INTERVAL_MS / 1000, store.heartbeat)),
+        asyncio.create_task(_every(LEASE_SWEEP_S, sweep)),
+    ]
+    try:
+        with _umask(0o177):
+            try:
+                server.add_insecure_port(f"unix:{config.grpc_path}")
+                await server.start()
+                arena_socket.listen(config.arena_path)
+            except (OSError, RuntimeError) as error:
+                raise StartFailed(f"the sockets in {config.runtime_dir} cannot be opened: {error}") from None
+        if group is not None:
+            for path in (config.grpc_path, config.arena_path):
+                os.chown(path, -1, group)
+                path.chmod(config.socket_mode)
+        for name in ("", *_SERVICES):
+            await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        tier.start_prefault(lambda nbytes: _tell(loop, tier.set_ready, nbytes))
+        print(f"kvstore ready endpoint={config.endpoint}", flush=True)
+        _notify_systemd("READY=1")
+        _log.info("instance %s, arena of %d bytes", instance_id.hex(), tier.arena_bytes)
+        await stopping.wait()
+        _log.info("stopping")
+    finally:
+        _notify_systemd("STOPPING=1")
+        await health_servicer.enter_graceful_shutdown()
+        for task in beating:
+            task.cancel()
+        arena_socket.close()
+        await server.stop(STOP_GRACE_S)
+        if metrics is not None:
+            await asyncio.to_thread(metrics.shutdown)
+            metrics.server_close()
+        tier.close()
+        for path in (config.grpc_path, config.arena_path):
+            if path.is_socket():
+                path.unlink()
+
+
+def _grpc_server(store: Store, arena_socket: ArenaSocket, health_servicer: object) -> grpc.aio.Server:
+    server = grpc.aio.server(
+        interceptors=(TokenInterceptor(store),),
+        options=(
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.so_reuseport", 0),
+        ),
+    )
+    store_pb2_grpc.add_SessionsServicer_to_server(Sessions(store, arena_socket), server)
+    store_pb2_grpc.add_ChunksServicer_to_server(Chunks(store), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(Admin(store), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return server
+
+
+async def _every(interval_s: float, act: Callable[[], object]) -> None:
+    while True:
+        act()
+        await asyncio.sleep(interval_s)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, act: Callable[[int], None], nbytes: int) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(act, nbytes)
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def _start_metrics(config: ServeConfig, snapshot: Callable[[], admin_pb2.StatsReply]) -> WSGIServer | None:
+    listen = config.metrics_listen
+    if listen is None:
+        return None
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(DaemonCollector(snapshot))
+    try:
+        server, _ = prometheus_client.start_http_server(listen.port, listen.host, registry)
+    except OSError as error:
+        raise StartFailed(
+            f"--metrics-listen {listen.host}:{listen.port} cannot be opened ({error.strerror}); name another "
+            "HOST:PORT, or off"
+        ) from None
+    _log.info("metrics at http://%s:%d/metrics", listen.host, server.server_port)
+    assert isinstance(server, WSGIServer)
+    return server
+
+
+def _snapshot(loop: asyncio.AbstractEventLoop, store: Store) -> admin_pb2.StatsReply:
+    """On an exporter's thread: the store belongs to the loop."""
+    reply: concurrent.futures.Future[admin_pb2.StatsReply] = concurrent.futures.Future()
+    loop.call_soon_threadsafe(lambda: reply.set_result(store.stats(clock_ms())))
+    return reply.result(SNAPSHOT_TIMEOUT_S)
+
+
+# -- the runtime directory ---------------------------------------------------------------------------------------------
+
+
+def _make_runtime_dir(path: Path, group: int | None) -> None:
+    mode = 0o700 if group is None else 0o710
+    try:
+        try:
+            path.mkdir(mode=mode, parents=True)
+            if group is not None:
+                os.chown(path, -1, group)
+            path.chmod(mode)
+        except FileExistsError:
+            found = path.stat()
+            if not stat.S_ISDIR(found.st_mode):
+                raise ConfigurationError(f"--runtime-dir {path} is not a directory") from None
+            _require_private(path, found)
+            if group is not None and found.st_gid != group:
+                os.chown(path, -1, group)
+                path.chmod(mode)
+        # Root may write anywhere but on a read-only file system, so ask by trying.
+        with (path / LOCK_FILE).open("ab"):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"--runtime-dir {path} cannot be written by uid {os.geteuid()}: {error.strerror}; name a directory that can"
+        ) from None
+
+
+def _require_private(path: Path, found: os.stat_result) -> None:
+    if found.st_uid not in (os.geteuid(), 0):
+        raise ConfigurationError(f"--runtime-dir {path} belongs to uid {found.st_uid}, who could replace the sockets")
+    if found.st_mode & 0o022:
+        raise ConfigurationError(
+            f"--runtime-dir {path} has mode {stat.S_IMODE(found.st_mode):04o}, so other users could replace the "
+            f"sockets; chmod 700 {path}, or name a directory in it that does not exist yet"
+        )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The lock file is never unlinked: two daemons could hold locks on two files of one name."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
+                raise ConfigurationError(f"{path} cannot be locked: {error.strerror}") from None
+            holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+            raise AlreadyRunning(
+                f"a daemon (pid {holder}) already serves {path.parent}; stop it, or give this one another --runtime-dir"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _clear_stale_socket(path: Path) -> None:
+    """Under the lock: a socket here has no daemon any more."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise StartFailed(f"{path} exists and is no socket; it was left alone. Move it, or name another --runtime-dir")
+    path.unlink()
+    _log.info("replaced %s, left behind by a daemon that was killed", path)
+
+
+def _shared_group(config: ServeConfig) -> int | None:
+    """The group of directory and sockets that every allowed uid is in; None without --allow-uid."""
+    if not config.allow_uids:
+        return None
+    try:
+        directory_gid: int | None = config.runtime_dir.stat().st_gid
+    except OSError:
+        directory_gid = None
+    members = [uid_groups(uid) for uid in sorted(config.allow_uids)]
+    common = shared_group(directory_gid, members, own=[os.getegid(), *os.getgroups()], root=os.geteuid() == 0)
+    if common is None:
+        uids = ", ".join(map(str, sorted(config.allow_uids)))
+        raise ConfigurationError(
+            f"--allow-uid: no group that this daemon may give to its sockets has uid {uids} in it; create a group with "
+            f"these users and the daemon's (uid {os.geteuid()}), and make {config.runtime_dir} belong to it"
+        )
+    return common
+
+
+def shared_group(
+    directory_gid: int | None, members: Collection[Collection[int] | None], *, own: Collection[int], root: bool
+) -> int | None:
+    """`members`: for each allowed uid its groups, or None for a uid that this host's user database does not know; such
+    a uid is believed to be in the group that the operator gave to the directory."""
+    known = [set(groups) for groups in members if groups is not None]
+    candidates = [gid for gid in (directory_gid, *own) if gid is not None]
+    if root and known:
+        candidates += sorted(set.intersection(*known))
+    for gid in candidates:
+        unknown_fits = len(known) == len(members) or (gid == directory_gid and gid != 0)
+        if unknown_fits and all(gid in groups for groups in known):
+            return gid
+    return None
+
+
+def uid_groups(uid: int) -> list[int] | None:
+    import pwd
+
+    try:
+        user = pwd.getpwuid(uid)
+    except KeyError:
+        return None
+    return os.getgrouplist(user.pw_name, user.pw_gid)
+
+
+@contextlib.contextmanager
+def _umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _notify_systemd(state: str) -> None:
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.connect("\0" + address[1:] if address.startswith("@") else address)
+        sock.send(state.encode())

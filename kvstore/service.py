@@ -1,0 +1,198 @@
+"""The gRPC servicers: from messages to the store and back. No state of their own but the open streams.
+
+Concurrency: one event loop. A step stream is one task that reads, applies and answers, and one that sends the group's
+state when it changed unasked; a lock per stream keeps their writes apart. A session has one stream: a new one ends the
+one before it (the process reconnected before this end noticed).
+
+Exceptions become statuses here and nowhere else, by the table in kvstore/rpc/status.py. An exception that is not in
+the table is a bug: it is logged with its traceback, and the caller gets INTERNAL.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NoReturn, TypeVar, cast
+
+import grpc
+
+from kvstore.attach import ArenaSocket
+from kvstore.errors import KVStoreError, NotAllowed, ProtocolError, Unavailable
+from kvstore.limits import TOKEN_METADATA_KEY
+from kvstore.rpc.status import ERROR_METADATA_KEY, STATUS_OF
+from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
+from kvstore.store import Session, Store
+
+_OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
+
+_Reply = TypeVar("_Reply")
+_log = logging.getLogger(__name__)
+
+
+def clock_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
+
+
+def session_of(store: Store, metadata: object) -> Session | None:
+    """Whose token the call carries."""
+    for name, value in metadata or ():  # type: ignore[attr-defined]
+        if name == TOKEN_METADATA_KEY:
+            try:
+                return store.session(bytes.fromhex(value))
+            except ValueError:
+                return None
+    return None
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """No method runs without the token that arena.sock handed out, health and reflection apart."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def intercept_service(self, continuation: Callable[..., Awaitable[object]], details: object) -> object:
+        handler = await continuation(details)
+        method: str = details.method  # type: ignore[attr-defined]
+        if handler is None or method.startswith(_OPEN_SERVICES):
+            return handler
+        if session_of(self._store, details.invocation_metadata) is not None:  # type: ignore[attr-defined]
+            return handler
+        return _refusing_like(handler)
+
+
+class Sessions(store_pb2_grpc.SessionsServicer):  # type: ignore[misc]
+    def __init__(self, store: Store, arena_socket: ArenaSocket) -> None:
+        self._store = store
+        self._arena_socket = arena_socket
+        self._streams: dict[Session, asyncio.Task[object]] = {}
+
+    async def Attach(
+        self, request: store_pb2.AttachRequest, context: grpc.aio.ServicerContext
+    ) -> store_pb2.AttachReply:
+        return await _answer(context, lambda: self._attach(_caller(self._store, context), request))
+
+    async def Step(self, _: AsyncIterator[store_pb2.StepRequest], context: grpc.aio.ServicerContext) -> None:
+        session = await _answer(context, lambda: _caller(self._store, context))
+        if (earlier := self._streams.get(session)) is not None:
+            earlier.cancel()
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams[session] = task
+        changed = asyncio.Event()
+        session.on_group = changed.set
+        writing = asyncio.Lock()
+        pushing = asyncio.create_task(self._push_group(session, context, changed, writing))
+        try:
+            while (request := await context.read()) is not grpc.aio.EOF:
+                reply = await _answer(context, lambda: self._store.step(session, request, clock_ms()))
+                async with writing:
+                    await context.write(reply)
+        finally:
+            pushing.cancel()
+            if self._streams.get(session) is task:
+                del self._streams[session]
+                session.on_group = None
+
+    def _attach(self, session: Session, request: store_pb2.AttachRequest) -> store_pb2.AttachReply:
+        self._store.attach(session, request)
+        if request.role != store_pb2.ROLE_ADMIN and not self._arena_socket.hand_over(session):
+            raise Unavailable("the connection on arena.sock ended before the arena could be handed over: attach again")
+        if session.group is not None:
+            role = store_pb2.Role.Name(request.role)
+            _log.info("pid %d of uid %d attached as %s of %s", session.pid, session.uid, role, session.group.name)
+        return store_pb2.AttachReply(
+            instance_id=self._store.instance_id,
+            group=self._store.group_state(session.group),
+            require_cache_salt=self._store.require_cache_salt,
+        )
+
+    async def _push_group(
+        self, session: Session, context: grpc.aio.ServicerContext, changed: asyncio.Event, writing: asyncio.Lock
+    ) -> None:
+        while True:
+            await changed.wait()
+            changed.clear()
+            async with writing:
+                await context.write(store_pb2.StepReply(group=self._store.group_state(session.group)))
+
+
+class Chunks(store_pb2_grpc.ChunksServicer):  # type: ignore[misc]
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def Lookup(
+        self, request: store_pb2.LookupRequest, context: grpc.aio.ServicerContext
+    ) -> store_pb2.LookupReply:
+        return await _answer(context, lambda: self._lookup(_caller(self._store, context), request))
+
+    def _lookup(self, session: Session, request: store_pb2.LookupRequest) -> store_pb2.LookupReply:
+        _require_attached(session)
+        return store_pb2.LookupReply(
+            found=cast("list[store_pb2.Found]", list(self._store.lookup(request)))
+        )  # codes and enum agree by definition
+
+
+class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def Stats(self, _: admin_pb2.StatsRequest, context: grpc.aio.ServicerContext) -> admin_pb2.StatsReply:
+        return await _answer(context, lambda: self._stats(_caller(self._store, context)))
+
+    def _stats(self, session: Session) -> admin_pb2.StatsReply:
+        _require_attached(session)
+        _require_operator(session)
+        return self._store.stats(clock_ms())
+
+
+def _caller(store: Store, context: grpc.aio.ServicerContext) -> Session:
+    session = session_of(store, context.invocation_metadata())
+    if session is None:  # it was there when the interceptor looked
+        raise Unavailable("this process's connection on arena.sock has ended: attach again")
+    return session
+
+
+def _require_attached(session: Session) -> None:
+    if session.role == store_pb2.ROLE_UNSPECIFIED:
+        raise ProtocolError("this session has not attached; call Sessions.Attach first")
+
+
+def _require_operator(session: Session) -> None:
+    if session.uid not in (0, os.geteuid()):
+        raise NotAllowed(f"uid {session.uid} may not administer a daemon of uid {os.geteuid()}; use that user or root")
+
+
+async def _answer(context: grpc.aio.ServicerContext, act: Callable[[], _Reply]) -> _Reply:
+    try:
+        return act()
+    except KVStoreError as error:
+        await _abort(context, STATUS_OF[type(error)], str(error), type(error).__name__)
+    except Exception:
+        _log.exception("a call failed in a way that nobody foresaw")
+        await _abort(context, grpc.StatusCode.INTERNAL, "the daemon failed; its log says how", KVStoreError.__name__)
+
+
+async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, text: str, name: str) -> NoReturn:
+    await context.abort(code, text, ((ERROR_METADATA_KEY, name),))
+    raise AssertionError("abort returns never")
+
+
+def _refusing_like(handler: object) -> grpc.RpcMethodHandler:
+    """A handler of the same shape that answers UNAUTHENTICATED."""
+
+    async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(
+            grpc.StatusCode.UNAUTHENTICATED,
+            f"the call carries no token of this daemon in {TOKEN_METADATA_KEY!r}; a process gets one by connecting to "
+            "arena.sock, and it ends with that connection",
+        )
+
+    streams = (handler.request_streaming, handler.response_streaming)  # type: ignore[attr-defined]
+    wrap = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[streams]
+    return wrap(refuse)

@@ -1,0 +1,517 @@
+"""The message stream of one session: what a scheduler step or a client call wants to tell the daemon, in few messages.
+
+Concurrency: callers append to queues under `_lock` and never wait for the daemon (but in `wait*`, `settle`, `close`).
+gRPC's own thread draws messages from `_requests` (the sender), one thread of ours applies the answers (the receiver).
+Everything below is guarded by `_lock`; the callback `on_group` runs on the receiver's thread, outside it.
+
+Order: messages are numbered, answered in order, and applied by the daemon once each. When the stream breaks while the
+session lives, the unanswered ones are sent again under their numbers, so a commit is neither lost nor done twice. When
+the daemon dies the session says so: `broken` is True, everything queued is dropped, and nobody waits any more. When
+this process dies, the daemon takes its grants back once the process has ended.
+
+Bounds: at most QUEUED_OPERATIONS_MAX operations are queued; then touches are dropped first, and commits become aborts.
+Aborts and releases are never dropped: their number is bounded by the grants and leases held.
+"""
+
+import enum
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore.limits import GRANTS_IDLE_S, LEASE_MS, OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
+from kvstore.rpc.status import error_of
+from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
+from kvstore.session import GroupState, Session
+
+QUEUED_OPERATIONS_MAX = 16_384
+OUTCOMES_KEPT = 65_536  # of commits that nobody waits for, the newest so many
+RENEW_LEASES_S = LEASE_MS / 1000 / 3
+RECONNECT_BACKOFF_MIN_S, RECONNECT_BACKOFF_MAX_S = 0.01, 1.0
+CLOSE_TIMEOUT_S = 2.0
+
+Ref = tuple[int, int]  # slot, generation
+
+
+class Outcome(enum.IntEnum):
+    """Of a commit, or why fewer grants came than were wanted. Numbers as on the wire."""
+
+    UNSPECIFIED = store_pb2.OUTCOME_UNSPECIFIED
+    STORED = store_pb2.OUTCOME_STORED
+    PRESENT = store_pb2.OUTCOME_PRESENT
+    REJECTED_TIER_FULL = store_pb2.OUTCOME_REJECTED_TIER_FULL
+    REJECTED_QUOTA = store_pb2.OUTCOME_REJECTED_QUOTA
+    REJECTED_ADMISSION = store_pb2.OUTCOME_REJECTED_ADMISSION
+    REJECTED_TIER_SICK = store_pb2.OUTCOME_REJECTED_TIER_SICK
+    NOT_GRANTED = store_pb2.OUTCOME_NOT_GRANTED
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    ref: Ref
+    tenant: bytes
+    key: bytes
+    parent: bytes
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Unanswered:
+    request: store_pb2.StepRequest
+    tickets: list[int]
+
+
+class Steps:
+    """See the module's docstring. One per session."""
+
+    def __init__(self, session: Session, *, on_group: Callable[[GroupState], None] | None = None) -> None:
+        self._session = session
+        self._stub = store_pb2_grpc.SessionsStub(session.channel)
+        self._on_group = on_group
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+
+        self._commits: deque[_Commit] = deque()
+        self._aborts: deque[Ref] = deque()
+        self._releases: deque[tuple[Ref, bool]] = deque()
+        self._leases: dict[Ref, None] = {}  # to be taken or renewed
+        self._touches: deque[tuple[bytes, Sequence[bytes]]] = deque()  # pieces that fit a message, the tail's first
+        self._operations = 0  # in the queues above
+        self._misses = 0
+        self._wanted = 0
+        self._probe: store_pb2.Probe | None = None
+        self._fresh = False
+        self._ping = False
+        self._flushing = False
+
+        self._held: dict[Ref, int] = {}  # leases held, with how many users each has here
+        self._renew_at_s = time.monotonic() + RENEW_LEASES_S
+        self._grants: deque[Ref] = deque()
+        self._grants_used_s = time.monotonic()
+        self._grants_coming = 0
+        self._grants_short = Outcome.UNSPECIFIED
+
+        self._tickets = 0
+        self._outcomes: OrderedDict[int, Outcome] = OrderedDict()
+        self._number = 0
+        self._answered = 0
+        self._fresh_number = 0  # grants answered to earlier messages belong to the namespace left behind
+        self._unanswered: OrderedDict[int, _Unanswered] = OrderedDict()
+
+        self._stream = 0  # counts the streams opened; a sender of an earlier one ends
+        self._call: grpc.Call | None = None
+        self._closing = False
+        self._failure: KVStoreError | None = None
+        self.group = session.group_state
+
+        self._receiver = threading.Thread(target=self._receive, name="kvstore-steps", daemon=True)
+        self._receiver.start()
+        session.before_unmap(self.close)
+        session.when_lost(self._daemon_gone)
+
+    # -- what callers ask for; none of these waits -------------------------------------------------------------------
+
+    def want_grants(self, count: int) -> None:
+        with self._lock:
+            if self._accepting():
+                self._want(count)
+
+    def take_grants(self, count: int) -> list[Ref]:
+        """Up to `count` of the slots that arrived, each to be committed or aborted."""
+        with self._lock:
+            return self._take(count)
+
+    @property
+    def grants_free(self) -> int:
+        return len(self._grants)
+
+    @property
+    def grants_coming(self) -> int:
+        """Asked for and not answered."""
+        return self._grants_coming
+
+    @property
+    def grants_short(self) -> Outcome:
+        """Why the last answer brought fewer than asked for; UNSPECIFIED when it did not."""
+        return self._grants_short
+
+    def commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes) -> int:
+        """The chunk is complete in the slot: make it visible. Returns a ticket for `wait`. `parent` may be b""."""
+        self._session.require_own_process()
+        with self._lock:
+            self._tickets += 1
+            self._grants_used_s = time.monotonic()
+            if not self._accepting():
+                return self._tickets
+            if self._operations >= QUEUED_OPERATIONS_MAX:
+                self._drop_touches()
+            if self._operations >= QUEUED_OPERATIONS_MAX:
+                self._settle_ticket(self._tickets, Outcome.NOT_GRANTED)
+                self._aborts.append((slot, generation))
+            else:
+                self._commits.append(_Commit((slot, generation), tenant, key, parent, self._tickets))
+            self._operations += 1
+            return self._tickets
+
+    def abort(self, slot: int, generation: int) -> None:
+        with self._lock:
+            if self._accepting():
+                self._abort((slot, generation))
+
+    def lease(self, slot: int, generation: int) -> None:
+        """Ask that the chunk stay put. Renewed until as many `release` calls as `lease` calls came."""
+        ref = (slot, generation)
+        with self._lock:
+            if not self._accepting():
+                return
+            self._held[ref] = self._held.get(ref, 0) + 1
+            if self._held[ref] == 1:
+                self._queue_lease(ref)
+
+    def release(self, slot: int, generation: int, *, loaded: bool) -> None:
+        """A load ended. `loaded`: its bytes were used, which counts a hit. Without a lease it only counts."""
+        ref = (slot, generation)
+        with self._lock:
+            if not self._accepting():
+                return
+            users = self._held.get(ref, 0)
+            if users > 1:  # the message ends the lease, and takes it again for those who are left
+                self._held[ref] = users - 1
+                self._queue_lease(ref)
+            elif users == 1:
+                del self._held[ref]
+                if self._leases.pop(ref, ref) is None:
+                    self._operations -= 1
+            self._releases.append((ref, loaded))
+            self._operations += 1
+
+    def touch(self, tenant: bytes, keys: Sequence[bytes]) -> None:
+        """The chain was used: head first. Dropped when the queue is full."""
+        with self._lock:
+            if not self._accepting() or self._operations + len(keys) > QUEUED_OPERATIONS_MAX:
+                return
+            ends = range(len(keys), 0, -OPERATIONS_PER_STEP_MAX)
+            self._touches.extend((tenant, keys[max(0, end - OPERATIONS_PER_STEP_MAX) : end]) for end in ends)
+            self._operations += len(keys)
+
+    def miss(self, count: int) -> None:
+        """So many chunks were looked for and are in no tier."""
+        with self._lock:
+            if self._accepting():
+                self._misses += count
+
+    def probe(self, engine_family: str, hash_algorithm: str, value: bytes) -> None:
+        """The engine's hash of the fixed token list; a refusal arrives as the group's state."""
+        with self._lock:
+            if self._accepting():
+                self._probe = store_pb2.Probe(engine_family=engine_family, hash_algorithm=hash_algorithm, value=value)
+
+    def fresh_namespace(self) -> None:
+        """Leave all chunks of before behind. Slots granted before end as aborts, whatever is committed to them."""
+        with self._lock:
+            if self._accepting():
+                self._fresh = True
+                self._return_grants()
+
+    def flush(self) -> None:
+        """Have everything queued sent. Returns at once."""
+        self._session.require_own_process()
+        with self._lock:
+            self._flush()
+
+    @property
+    def unsent(self) -> bool:
+        """Anything queued and not yet handed to gRPC. False when broken: nothing of it will ever be sent."""
+        with self._lock:
+            return self._accepting() and self._anything_queued()
+
+    @property
+    def broken(self) -> bool:
+        """The daemon that granted all this has gone."""
+        return self._failure is not None
+
+    # -- for the client: these wait ----------------------------------------------------------------------------------
+
+    def wait(self, tickets: Sequence[int], timeout_s: float) -> list[Outcome]:
+        """The outcomes of these commits. Unavailable: the daemon went, or did not answer in time."""
+        self._session.require_own_process()
+        with self._lock:
+            self._flush()
+            self._wait_until(lambda: all(ticket in self._outcomes for ticket in tickets), timeout_s, "commits")
+            return [self._outcomes.pop(ticket) for ticket in tickets]
+
+    def wait_grants(self, count: int, timeout_s: float) -> list[Ref]:
+        """Up to `count` slots; fewer (see `grants_short`) once the daemon has answered. Unavailable."""
+        self._session.require_own_process()
+        with self._lock:
+            self._want(count - len(self._grants) - self._grants_coming)
+            self._flush()
+            self._wait_until(
+                lambda: len(self._grants) >= count or self._grants_coming == 0, timeout_s, "a request for slots"
+            )
+            return self._take(count)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until everything queued before this call is applied; always one round trip. Unavailable."""
+        self._session.require_own_process()
+        with self._lock:
+            self._ping = True
+            self._flush()
+            self._wait_until(lambda: not self._anything_queued() and not self._unanswered, timeout_s, "a step message")
+
+    def close(self) -> None:
+        """Send what is queued and give unused grants back (bounded wait), then end the stream. Idempotent."""
+        with self._lock:
+            if not self._closing:
+                self._return_grants()
+                self._closing = True
+                self._flush()
+                deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+                while self._failure is None and (self._anything_queued() or self._unanswered):
+                    if not self._changed.wait(deadline_s - time.monotonic()):
+                        break
+            self._stream += 1  # the sender ends, which ends the stream
+            self._changed.notify_all()
+            call = self._call
+        if threading.current_thread() is self._receiver:
+            return
+        self._receiver.join(CLOSE_TIMEOUT_S)
+        if self._receiver.is_alive() and call is not None:
+            call.cancel()
+            self._receiver.join(CLOSE_TIMEOUT_S)
+
+    # -- under the lock ----------------------------------------------------------------------------------------------
+
+    def _accepting(self) -> bool:
+        return self._failure is None and not self._closing
+
+    def _anything_queued(self) -> bool:
+        return bool(
+            self._operations or self._misses or self._wanted or self._probe is not None or self._fresh or self._ping
+        )
+
+    def _flush(self) -> None:
+        if self._anything_queued():
+            self._flushing = True
+            self._changed.notify_all()
+
+    def _wait_until(self, happened: Callable[[], bool], timeout_s: float, what: str) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if happened():
+                return
+            if self._closing:
+                raise Unavailable("the session was closed")
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise Unavailable(f"the daemon did not answer {what} within {timeout_s:g} s")
+            self._changed.wait(left_s)
+
+    def _want(self, count: int) -> None:
+        if count > 0:
+            self._wanted += count
+            self._grants_coming += count
+
+    def _take(self, count: int) -> list[Ref]:
+        self._grants_used_s = time.monotonic()
+        return [self._grants.popleft() for _ in range(min(count, len(self._grants)))]
+
+    def _abort(self, ref: Ref) -> None:
+        self._aborts.append(ref)
+        self._operations += 1
+
+    def _queue_lease(self, ref: Ref) -> None:
+        if ref not in self._leases:
+            self._leases[ref] = None
+            self._operations += 1
+
+    def _drop_touches(self) -> None:
+        self._operations -= sum(len(keys) for _, keys in self._touches)
+        self._touches.clear()
+
+    def _return_grants(self) -> None:
+        for ref in self._grants:
+            self._abort(ref)
+        self._grants.clear()
+
+    def _settle_ticket(self, ticket: int, outcome: Outcome) -> None:
+        self._outcomes[ticket] = outcome
+        while len(self._outcomes) > OUTCOMES_KEPT:
+            self._outcomes.popitem(last=False)
+
+    # -- the sender --------------------------------------------------------------------------------------------------
+
+    def _requests(self, stream: int) -> Iterator[store_pb2.StepRequest]:
+        """Runs on gRPC's thread."""
+        with self._lock:
+            again = [unanswered.request for unanswered in self._unanswered.values()]
+        yield from again
+        while (request := self._next_request(stream)) is not None:
+            yield request
+
+    def _next_request(self, stream: int) -> store_pb2.StepRequest | None:
+        """Waits for something to send. None: this stream is to end."""
+        with self._lock:
+            while True:
+                if self._stream != stream or self._failure is not None:
+                    return None
+                wake_s = self._on_time(time.monotonic())
+                if self._flushing and len(self._unanswered) < STEPS_UNANSWERED_MAX:
+                    break
+                self._changed.wait(None if wake_s is None else max(0.0, wake_s - time.monotonic()))
+            request, tickets = self._message()
+            self._unanswered[request.number] = _Unanswered(request, tickets)
+            self._flushing = self._anything_queued()
+            self._changed.notify_all()
+            return request
+
+    def _on_time(self, now_s: float) -> float | None:
+        """Renew leases and give idle grants back when it is time. Returns when to look again."""
+        wakes: list[float] = []
+        if self._held:
+            if now_s >= self._renew_at_s:
+                for ref in self._held:
+                    self._queue_lease(ref)
+                self._flushing = True
+                self._renew_at_s = now_s + RENEW_LEASES_S
+            wakes.append(self._renew_at_s)
+        else:
+            self._renew_at_s = now_s + RENEW_LEASES_S
+        # While nothing is held or granted, a look now and then finds what arrived without a flush.
+        if self._grants:
+            if now_s >= self._grants_used_s + GRANTS_IDLE_S:
+                self._return_grants()
+                self._flushing = True
+            else:
+                wakes.append(self._grants_used_s + GRANTS_IDLE_S)
+        return min(wakes, default=now_s + GRANTS_IDLE_S)
+
+    def _message(self) -> tuple[store_pb2.StepRequest, list[int]]:
+        """One message of what is queued, as far as it fits."""
+        self._number += 1
+        request = store_pb2.StepRequest(
+            number=self._number,
+            instance_id=self._session.instance_id,
+            grants_wanted=self._wanted,
+            misses=self._misses,
+            probe=self._probe,
+            fresh_namespace=self._fresh,
+        )
+        if self._fresh:
+            self._fresh_number = self._number
+        self._wanted = self._misses = 0
+        self._probe, self._fresh, self._ping = None, False, False
+
+        room = OPERATIONS_PER_STEP_MAX
+        tickets: list[int] = []
+        while self._commits and room:
+            commit = self._commits.popleft()
+            request.commits.add(at=_slot_ref(commit.ref), tenant=commit.tenant, key=commit.key, parent=commit.parent)
+            tickets.append(commit.ticket)
+            room -= 1
+        while self._aborts and room:
+            request.aborts.append(_slot_ref(self._aborts.popleft()))
+            room -= 1
+        while self._releases and room:
+            ref, loaded = self._releases.popleft()
+            request.releases.add(at=_slot_ref(ref), loaded=loaded)
+            room -= 1
+        # After the releases, here and in the daemon: a lease in the queue is one that is still wanted.
+        while self._leases and room and not self._releases:
+            ref = next(iter(self._leases))
+            del self._leases[ref]
+            request.leases.append(_slot_ref(ref))
+            room -= 1
+        while self._touches and len(self._touches[0][1]) <= room:
+            tenant, keys = self._touches.popleft()
+            request.touches.add(tenant=tenant, keys=keys)
+            room -= len(keys)
+        self._operations -= OPERATIONS_PER_STEP_MAX - room
+        return request, tickets
+
+    # -- the receiver ------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        backoff_s = RECONNECT_BACKOFF_MIN_S
+        while True:
+            with self._lock:
+                if self._failure is not None or (self._closing and not self._unanswered):
+                    return
+                self._stream += 1
+                call = self._call = self._stub.Step(self._requests(self._stream), metadata=self._session.metadata)
+            failure: KVStoreError | None = None
+            try:
+                for reply in call:
+                    backoff_s = RECONNECT_BACKOFF_MIN_S
+                    self._apply(reply)
+            except grpc.RpcError as error:
+                failure = error_of(error)
+            with self._lock:
+                self._stream += 1  # wakes and ends the sender of this stream
+                self._changed.notify_all()
+                if self._closing or self._failure is not None:
+                    return
+                if failure is not None and not isinstance(failure, Unavailable):
+                    self._break(failure)  # sending the same again would fail again
+                    return
+                # The daemon may have gone, which the session finds out, or only this stream: then once more.
+                self._changed.wait(backoff_s)
+                backoff_s = min(2 * backoff_s, RECONNECT_BACKOFF_MAX_S)
+
+    def _apply(self, reply: store_pb2.StepReply) -> None:
+        group: GroupState | None = None
+        with self._lock:
+            unanswered = self._unanswered.pop(reply.number, None)
+            if unanswered is not None:
+                request = unanswered.request
+                outcomes = [Outcome(outcome) for outcome in reply.outcomes]
+                outcomes += [Outcome.NOT_GRANTED] * (len(unanswered.tickets) - len(outcomes))
+                for ticket, outcome in zip(unanswered.tickets, outcomes, strict=True):
+                    self._settle_ticket(ticket, outcome)
+                self._grants_coming -= request.grants_wanted
+                if request.grants_wanted:
+                    self._grants_short = Outcome(reply.grants_short)
+                arrived = [(at.slot, at.generation) for at in reply.grants]
+                if self._closing or self._fresh or request.number < self._fresh_number:
+                    for ref in arrived:
+                        self._abort(ref)
+                    self._flush()
+                elif arrived:
+                    self._grants.extend(arrived)
+                    self._grants_used_s = time.monotonic()
+            if reply.HasField("group"):
+                group = self.group = GroupState.of(reply.group)
+            self._changed.notify_all()
+        if group is not None and self._on_group is not None:
+            self._on_group(group)
+
+    def _daemon_gone(self) -> None:
+        """On the session's watcher thread."""
+        with self._lock:
+            self._break(Unavailable("the daemon has gone; attach again"))
+            call = self._call
+        if call is not None:
+            call.cancel()
+
+    def _break(self, failure: KVStoreError) -> None:
+        if self._failure is not None:
+            return
+        self._failure = failure
+        for queue in (self._commits, self._aborts, self._releases, self._touches, self._grants):
+            queue.clear()
+        self._leases.clear()
+        self._held.clear()
+        self._unanswered.clear()
+        self._operations = self._misses = self._wanted = self._grants_coming = 0
+        self._probe, self._fresh, self._ping, self._flushing = None, False, False, False
+        self._changed.notify_all()
+
+
+def _slot_ref(ref: Ref) -> store_pb2.SlotRef:
+    return store_pb2.SlotRef(slot=ref[0], generation=ref[1])

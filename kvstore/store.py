@@ -1,0 +1,667 @@
+"""The daemon's state behind the wire: sessions, groups, grants, namespaces, probes and counters.
+
+Concurrency: one thread, the event loop's, calls everything here. No I/O, no clock (time is an argument), no waiting.
+When the daemon dies all of this is gone with its instance id, and every reference that carries that id is refused by
+the next daemon. When an attached process dies, `hang_up` and `process_ended` say so, in either order.
+
+Invariants, each kept after every call:
+* A grant belongs to one group and ends in commit or abort, or when every process of the group has ended. Neither time
+  nor a hang-up ends one.
+* `Group.granted` holds exactly the grants that the Index holds for that group.
+* A commit makes a chunk visible only when its reference is granted to the group that sends it, in the namespace the
+  group had when it was granted, and the group is not refused.
+* One namespace document and one chunk size per group, from its first process that brings one to its last process.
+* At most one scheduler of a group is connected; at most one connected worker has a rank; the connected workers' ranges
+  do not overlap, and a group is complete only when they tile one chunk.
+* A message's number is one more than the last one's. A number seen before is answered as before and not applied again.
+* Grants in flight: per group at most the larger of 64 slots and 1 % of the arena; all together a quarter of the arena;
+  and a group that holds none may always have one.
+* The first probe of each (engine family, hash algorithm) stays for the daemon's life; a group that sent another value
+  is refused for its own life.
+* A reference of another instance is never looked at.
+"""
+
+import json
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from kvstore import limits
+from kvstore._native import NOT_GRANTED, STORED, Index, class_bytes
+from kvstore.errors import (
+    BadKey,
+    LimitExceeded,
+    NamespaceMismatch,
+    ProtocolError,
+    SeedMismatch,
+    Unavailable,
+)
+from kvstore.namespace import canonical_json, differing_fields, digest, seed_fingerprint
+from kvstore.rpc.v1 import admin_pb2, store_pb2
+from kvstore.tenant import TENANT_ID_BYTES, tenant_id
+from kvstore.tiers.cpu import CpuTier
+
+TOKEN_BYTES = 32
+SEED_FIELD = "seed_fingerprint"
+CHUNK_BYTES_FIELD = "chunk_bytes"
+EPOCH_FIELD = "epoch"
+GRANTED_SHARE_OF_ARENA = 4  # all groups together: a quarter
+GRANTED_SHARE_PER_GROUP = 100  # one group: a hundredth, or 64 slots
+
+_REJECTED_TIER_FULL = store_pb2.OUTCOME_REJECTED_TIER_FULL
+_REJECTED_ADMISSION = store_pb2.OUTCOME_REJECTED_ADMISSION
+_ROLE_NAMES = {
+    store_pb2.ROLE_UNSPECIFIED: "connecting",
+    store_pb2.ROLE_CLIENT: "client",
+    store_pb2.ROLE_SCHEDULER: "scheduler",
+    store_pb2.ROLE_WORKER: "worker",
+    store_pb2.ROLE_ADMIN: "admin",
+}
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One connection of one process."""
+
+    token: bytes
+    pid: int
+    uid: int
+    role: store_pb2.Role = store_pb2.ROLE_UNSPECIFIED
+    rank: int = 0
+    range_offset: int = 0
+    range_bytes: int = 0
+    group: "Group | None" = None
+    connected: bool = True
+    # Set by the open step stream: called when the group's state changed and nobody asked.
+    on_group: Callable[[], None] | None = None
+    # Numbers are per group, and a group has one sender at a time: its client or its scheduler.
+    last_number: int = 0
+    replies: OrderedDict[int, store_pb2.StepReply] = field(default_factory=OrderedDict)
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """The sessions of one engine, or of one client."""
+
+    number: int
+    name: str
+    world_size: int
+    document: str = ""  # as the processes brought it; "" until the first one does
+    namespace: bytes = b""  # now; differs from the document's digest after a move to a fresh epoch
+    chunk_bytes: int = 0
+    epoch: int = 0  # moves to a fresh namespace so far
+    refused: str = ""
+    sessions: set[Session] = field(default_factory=set)  # connected
+    processes: set[Session] = field(default_factory=set)  # of processes that have not ended, connected or not
+    granted: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> (generation, epoch when granted)
+
+    def workers(self) -> list[Session]:
+        ranked = [session for session in self.sessions if session.role == store_pb2.ROLE_WORKER]
+        return sorted(ranked, key=lambda session: session.rank)
+
+    def complete(self) -> bool:
+        if not self.document:
+            return False
+        if any(session.role == store_pb2.ROLE_CLIENT for session in self.sessions):
+            return True
+        return sum(worker.range_bytes for worker in self.workers()) == self.chunk_bytes and (
+            len(self.workers()) == self.world_size
+        )
+
+
+class Store:
+    """See the module's docstring for every invariant."""
+
+    def __init__(
+        self,
+        tier: CpuTier,
+        *,
+        instance_id: bytes,
+        index_key: bytes,
+        tenant_key: bytes,
+        hash_seed: str,
+        require_cache_salt: bool,
+        started_ms: int,
+        verify: bool = False,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        self.instance_id = instance_id
+        self.index_key = index_key
+        self.tenant_key = tenant_key
+        self.require_cache_salt = require_cache_salt
+        self._tier = tier
+        self._index: Index = tier.index
+        self._hash_seed = hash_seed
+        self._seed_fingerprint = seed_fingerprint(hash_seed)
+        self._unsalted = tenant_id(tenant_key, None)
+        self._started_ms = started_ms
+        self._verify = verify
+        self._random_bytes = random_bytes
+
+        self._sessions: dict[bytes, Session] = {}  # by token; connected, or with a process that holds grants
+        self._groups: dict[str, Group] = {}
+        self._groups_made = 0
+        self._namespaces: OrderedDict[bytes, str] = OrderedDict()  # id -> document, oldest first
+        self._size_classes: set[int] = set()
+        self._probes: dict[tuple[str, str], bytes] = {}
+        self._granted_bytes = 0
+        self._hits = 0
+        self._misses = 0
+        self._stores = 0
+        self._failed_loads = 0
+
+    # -- sessions ------------------------------------------------------------------------------------------------
+
+    def connect(self, *, pid: int, uid: int) -> Session:
+        """A process has connected to arena.sock and may be here. LimitExceeded."""
+        if len(self._sessions) >= limits.SESSIONS_MAX:
+            raise LimitExceeded(
+                f"{len(self._sessions)} processes are attached, and this daemon takes {limits.SESSIONS_MAX}; "
+                "see `kvstore stats` for who they are"
+            )
+        session = Session(self._random_bytes(TOKEN_BYTES), pid, uid)
+        self._sessions[session.token] = session
+        return session
+
+    def session(self, token: bytes) -> Session | None:
+        session = self._sessions.get(token)
+        return session if session is not None and session.connected else None
+
+    def attach(self, session: Session, request: store_pb2.AttachRequest) -> None:
+        """Check who the process says it is and make it part of its group.
+
+        SeedMismatch, NamespaceMismatch, LimitExceeded, ProtocolError; nothing has changed then.
+        """
+        if session.role != store_pb2.ROLE_UNSPECIFIED:
+            raise ProtocolError(f"this session is attached already, as {_ROLE_NAMES[session.role]}")
+        if request.role == store_pb2.ROLE_ADMIN:
+            session.role = request.role
+            return
+        if request.role not in (store_pb2.ROLE_CLIENT, store_pb2.ROLE_SCHEDULER, store_pb2.ROLE_WORKER):
+            raise ProtocolError(f"role {request.role} is unknown to this daemon")
+        self._require_seed(request)
+        if request.role != store_pb2.ROLE_SCHEDULER:
+            self._require_document(request)
+            self._require_size_class(request.chunk_bytes)
+        if request.role == store_pb2.ROLE_CLIENT:
+            group = self._new_group(f"client-{self._groups_made + 1}", world_size=1)
+        else:
+            group = self._group_to_join(request)
+        try:
+            if request.role == store_pb2.ROLE_SCHEDULER:
+                _require_only_scheduler(group)
+            else:
+                self._require_same_document(group, request)
+            if request.role == store_pb2.ROLE_WORKER:
+                _require_range(group, request)
+        except Exception:
+            self._forget_if_done(group)
+            raise
+
+        session.role = request.role
+        session.rank = request.rank
+        session.range_offset = request.range_offset
+        session.range_bytes = request.range_bytes
+        session.group = group
+        if request.role != store_pb2.ROLE_SCHEDULER and not group.document:
+            group.document = request.namespace_document
+            group.namespace = digest(request.namespace_document)
+            group.chunk_bytes = request.chunk_bytes
+            self._size_classes.add(class_bytes(request.chunk_bytes))
+            self._keep_document(group.namespace, group.document)
+        group.sessions.add(session)
+        group.processes.add(session)
+        self._announce(group)
+
+    def hang_up(self, session: Session) -> None:
+        """The connection has ended; the process may live on, and may still be copying."""
+        if not session.connected:
+            return
+        session.connected = False
+        session.on_group = None
+        group = session.group
+        if group is None:
+            del self._sessions[session.token]
+            return
+        group.sessions.discard(session)
+        if not group.sessions:
+            self._index.end_leases(group.number)
+        self._announce(group)
+        self._forget_if_done(group)
+
+    def process_ended(self, session: Session) -> None:
+        """The process has ended, as its pidfd says, or has rested long enough where nothing can watch it."""
+        self.hang_up(session)
+        group = session.group
+        if group is None or session not in group.processes:
+            return
+        group.processes.discard(session)
+        del self._sessions[session.token]
+        self._forget_if_done(group)
+
+    def watched(self, session: Session) -> bool:
+        """Whether it still matters when the process of this session ends."""
+        return session.token in self._sessions
+
+    def group_state(self, group: Group | None) -> store_pb2.GroupState:
+        if group is None:
+            return store_pb2.GroupState()
+        return store_pb2.GroupState(
+            complete=group.complete(),
+            namespace_id=group.namespace,
+            chunk_bytes=group.chunk_bytes,
+            refused=group.refused,
+        )
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self, session: Session, request: store_pb2.StepRequest, now_ms: int) -> store_pb2.StepReply:
+        """Apply one message and answer it. Unavailable (another instance), ProtocolError, BadKey, LimitExceeded: then
+        nothing of the message was applied."""
+        group = session.group
+        if not session.connected:  # its group may be gone, and nothing would end a grant
+            raise Unavailable("this process's connection on arena.sock has ended: attach again")
+        if group is None or session.role not in (store_pb2.ROLE_CLIENT, store_pb2.ROLE_SCHEDULER):
+            raise ProtocolError(f"a {_ROLE_NAMES[session.role]} session sends no step messages")
+        if request.instance_id != self.instance_id:
+            raise Unavailable(
+                f"the message is for instance {request.instance_id.hex() or '(none)'} and this daemon is "
+                f"{self.instance_id.hex()}: attach again"
+            )
+        if 0 < request.number <= session.last_number:
+            return session.replies.get(request.number) or store_pb2.StepReply(number=request.number)
+        _require_well_formed(request, session.last_number)
+
+        before = self.group_state(group)
+        if request.HasField("probe"):
+            self._probe(group, request.probe)
+        if request.fresh_namespace:
+            self._move_to_fresh_namespace(group)
+        reply = store_pb2.StepReply(number=request.number)
+        reply.outcomes.extend(cast("list[store_pb2.Outcome]", self._commit(group, request.commits)))
+        self._abort(group, [(at.slot, at.generation) for at in request.aborts])
+        self._release(group, request.releases)
+        if request.leases and not group.refused:
+            refs = [(at.slot, at.generation) for at in request.leases]
+            self._index.lease(group.number, refs, now_ms + limits.LEASE_MS)
+        if not group.refused:
+            for chain in request.touches:
+                self._index.touch(group.namespace, chain.tenant, list(chain.keys))
+        self._misses += request.misses
+        if request.grants_wanted:
+            grants, short = self._grant(group, request.grants_wanted)
+            reply.grants_short = cast("store_pb2.Outcome", short)
+            reply.grants.extend(store_pb2.SlotRef(slot=slot, generation=generation) for slot, generation in grants)
+        state = self.group_state(group)
+        if state != before:
+            reply.group.CopyFrom(state)
+
+        session.last_number = request.number
+        session.replies[request.number] = reply
+        while len(session.replies) > limits.STEPS_UNANSWERED_MAX:
+            session.replies.popitem(last=False)
+        return reply
+
+    def lookup(self, request: store_pb2.LookupRequest) -> bytes:
+        """One code of `kvstore._native` per key. BadKey, ProtocolError, LimitExceeded."""
+        if len(request.namespace_id) != 16 or len(request.tenant) != TENANT_ID_BYTES:
+            raise ProtocolError(
+                f"a lookup names a namespace and a tenant of 16 bytes, not of {len(request.namespace_id)} and "
+                f"{len(request.tenant)}"
+            )
+        if len(request.keys) > limits.KEYS_PER_CALL_MAX:
+            raise LimitExceeded(f"{len(request.keys)} keys in one lookup; at most {limits.KEYS_PER_CALL_MAX}")
+        for key in request.keys:
+            require_key(key)
+        return self._index.lookup(request.namespace_id, request.tenant, list(request.keys))
+
+    def expire_leases(self, now_ms: int) -> None:
+        self._index.expire_leases(now_ms)
+
+    def heartbeat(self) -> None:
+        self._index.heartbeat()
+
+    def stats(self, now_ms: int) -> admin_pb2.StatsReply:
+        index = self._index.stats()
+        tier = admin_pb2.TierStats(
+            name="cpu",
+            capacity_bytes=self._tier.arena_bytes,
+            used_bytes=index["used_bytes"],
+            granted_bytes=index["granted_bytes"],
+            pinned_bytes=index["pinned_bytes"],
+            overhead_bytes=self._tier.table_bytes,
+            chunks=index["chunks"],
+            hits=self._hits,
+            misses=self._misses,
+            evictions=index["evictions"],
+            corruptions=0,  # only a tier with checksums can see one
+            ready_bytes=self._tier.ready_bytes,
+        )
+        return admin_pb2.StatsReply(
+            instance_id=self.instance_id,
+            uptime_s=(now_ms - self._started_ms) / 1000,
+            tiers=[tier],
+            sessions=[
+                admin_pb2.SessionStats(
+                    role=_ROLE_NAMES[session.role],
+                    group=session.group.name if session.group else "",
+                    pid=session.pid,
+                    uid=session.uid,
+                    rank=session.rank,
+                    namespace_id=session.group.namespace if session.group else b"",
+                )
+                for session in self._sessions.values()
+                if session.connected
+            ],
+            namespaces=len(self._namespaces),
+            tenants=index["tenants"],
+            stores=self._stores,
+            failed_loads=self._failed_loads,
+            poison_commits=index["poison_commits"],
+            problems=self.problems() if self._verify else (),
+        )
+
+    def problems(self) -> list[str]:
+        """Every invariant that does not hold, a sentence each. Costs time in proportion to the table."""
+        problems = list(self._index.problems())
+        granted = sum(class_bytes(group.chunk_bytes) * len(group.granted) for group in self._groups.values())
+        index_granted = self._index.stats()["granted_bytes"]
+        if not granted == self._granted_bytes == index_granted:
+            problems.append(
+                f"groups hold {granted} granted bytes, the store counts {self._granted_bytes}, "
+                f"the index {index_granted}"
+            )
+        for group in self._groups.values():
+            if not group.sessions and not group.granted:
+                problems.append(f"group {group.name} has neither a session nor a grant and is still kept")
+            if not group.sessions <= group.processes:
+                problems.append(f"group {group.name} has a session of a process that has ended")
+        return problems
+
+    # -- attach rules --------------------------------------------------------------------------------------------
+
+    def _require_seed(self, request: store_pb2.AttachRequest) -> None:
+        if request.seed_fingerprint != self._seed_fingerprint:
+            raise SeedMismatch(
+                f"this process hashes with seed {request.seed_shown!r} and the daemon with {self._hash_seed!r} (the "
+                "strings must be equal: '0' is not '00'), so their keys would never agree; "
+                f"export PYTHONHASHSEED={self._hash_seed} for this process, or start the daemon with "
+                f"--hash-seed {request.seed_shown}"
+            )
+
+    def _require_document(self, request: store_pb2.AttachRequest) -> None:
+        text = request.namespace_document
+        if len(text.encode()) > limits.NAMESPACE_DOCUMENT_BYTES_MAX:
+            raise LimitExceeded(
+                f"the namespace document has {len(text.encode())} bytes; at most {limits.NAMESPACE_DOCUMENT_BYTES_MAX}"
+            )
+        document = _parsed(text)
+        try:
+            canonical = document is not None and canonical_json(document) == text
+        except TypeError:  # a float or a null
+            canonical = False
+        if document is None or not canonical:
+            raise ProtocolError(f"the namespace document is not canonical JSON: {text[:80]!r}")
+        if document.get(CHUNK_BYTES_FIELD) != request.chunk_bytes:
+            raise NamespaceMismatch(
+                f"the namespace document says {CHUNK_BYTES_FIELD} {document.get(CHUNK_BYTES_FIELD)!r} and the session "
+                f"{request.chunk_bytes}"
+            )
+        if document.get(SEED_FIELD) != request.seed_fingerprint.hex():
+            raise NamespaceMismatch(
+                f"the namespace document says {SEED_FIELD} {document.get(SEED_FIELD)!r} and the session "
+                f"{request.seed_fingerprint.hex()!r}"
+            )
+
+    def _require_size_class(self, chunk_bytes: int) -> None:
+        if chunk_bytes <= 0 or class_bytes(chunk_bytes) > self._tier.arena_bytes:
+            raise LimitExceeded(
+                f"a chunk of {chunk_bytes} bytes does not fit an arena of {self._tier.arena_bytes} bytes; start the "
+                "daemon with more --cpu-bytes, or store smaller chunks"
+            )
+        classes = self._size_classes | {class_bytes(chunk_bytes)}
+        if len(classes) > limits.SIZE_CLASSES_MAX:
+            raise LimitExceeded(
+                f"chunks of {chunk_bytes} bytes would be size class {len(classes)} of this arena, which takes "
+                f"{limits.SIZE_CLASSES_MAX}; use a chunk size that another engine of this node uses, or restart "
+                "the daemon"
+            )
+
+    def _group_to_join(self, request: store_pb2.AttachRequest) -> Group:
+        name_bytes = len(request.group.encode())
+        if not 0 < name_bytes <= limits.GROUP_NAME_BYTES_MAX:
+            raise ProtocolError(f"a group's name has 1 to {limits.GROUP_NAME_BYTES_MAX} bytes, not {name_bytes}")
+        if not 0 < request.world_size <= limits.WORLD_SIZE_MAX:
+            raise ProtocolError(f"a group has 1 to {limits.WORLD_SIZE_MAX} workers, not {request.world_size}")
+        group = self._groups.get(request.group)
+        if group is None:
+            return self._new_group(request.group, request.world_size)
+        if group.world_size != request.world_size:
+            raise NamespaceMismatch(
+                f"group {group.name} has {group.world_size} workers, and this process says {request.world_size}"
+            )
+        return group
+
+    def _require_same_document(self, group: Group, request: store_pb2.AttachRequest) -> None:
+        if not group.document or group.document == request.namespace_document:
+            return
+        here, there = _parsed(group.document), _parsed(request.namespace_document)
+        assert here is not None
+        assert there is not None
+        fields = "; ".join(
+            f"{name}: {theirs!r} here, {ours!r} in the group" for name, ours, theirs in differing_fields(here, there)
+        )
+        raise NamespaceMismatch(
+            f"this process and group {group.name} describe different chunks ({fields}); start all processes of one "
+            "engine with the same settings"
+        )
+
+    # -- groups --------------------------------------------------------------------------------------------------
+
+    def _new_group(self, name: str, world_size: int) -> Group:
+        self._groups_made += 1
+        group = self._groups[name] = Group(self._groups_made, name, world_size)
+        return group
+
+    def _forget_if_done(self, group: Group) -> None:
+        """Grants outlive connections, and end only with the group's last process."""
+        if not group.granted:  # then a process that is no longer connected has nothing left to write to
+            for session in group.processes - group.sessions:
+                group.processes.discard(session)
+                self._sessions.pop(session.token, None)
+        if not group.processes:
+            self._granted_bytes -= len(group.granted) * class_bytes(group.chunk_bytes)
+            group.granted.clear()
+            self._index.end_group(group.number)
+            self._groups.pop(group.name, None)
+
+    def _announce(self, group: Group) -> None:
+        for session in group.sessions:
+            if session.on_group is not None:
+                session.on_group()
+
+    def _keep_document(self, namespace: bytes, document: str) -> None:
+        self._namespaces[namespace] = document
+        if len(self._namespaces) > limits.NAMESPACES_MAX:
+            in_use = {group.namespace for group in self._groups.values()} | {namespace}
+            oldest = next((kept for kept in self._namespaces if kept not in in_use), None)
+            if oldest is not None:
+                del self._namespaces[oldest]  # its chunks stay; the next process of that namespace brings it again
+
+    def _move_to_fresh_namespace(self, group: Group) -> None:
+        """Chunks of before are out of the group's reach, and writes begun before end as aborts."""
+        document = _parsed(group.document)
+        if document is None:
+            return  # nothing was stored yet
+        moved = canonical_json({**document, EPOCH_FIELD: self._random_bytes(16).hex()})
+        group.epoch += 1
+        group.namespace = digest(moved)
+        self._keep_document(group.namespace, moved)
+
+    def _probe(self, group: Group, probe: store_pb2.Probe) -> None:
+        first = self._probes.setdefault((probe.engine_family, probe.hash_algorithm), probe.value)
+        if first != probe.value and not group.refused:
+            group.refused = (
+                f"this engine hashes the probe tokens to {probe.value.hex()}, and the first "
+                f"{probe.engine_family} engine with {probe.hash_algorithm} on this node to {first.hex()}, so their "
+                "keys would never agree: give both the same PYTHONHASHSEED, --prefix-caching-hash-algo and engine "
+                "version, then restart this engine (and the daemon, if this engine is the right one)"
+            )
+
+    # -- grants --------------------------------------------------------------------------------------------------
+
+    def _grant(self, group: Group, wanted: int) -> tuple[list[tuple[int, int]], int]:
+        """Up to `wanted` grants, and why there are fewer."""
+        if group.refused or not group.complete():
+            return [], store_pb2.OUTCOME_NOT_GRANTED
+        size = class_bytes(group.chunk_bytes)
+        arena_bytes = self._tier.arena_bytes
+        group_max = max(limits.GRANTS_PER_GROUP_MIN, arena_bytes // GRANTED_SHARE_PER_GROUP // size)
+        room = min(
+            group_max - len(group.granted), (arena_bytes // GRANTED_SHARE_OF_ARENA - self._granted_bytes) // size
+        )
+        allowed = max(room, 0 if group.granted else 1)
+        count = min(wanted, allowed)
+        grants = self._index.grant(group.number, group.chunk_bytes, count) if count > 0 else []
+        for slot, generation in grants:
+            group.granted[slot] = (generation, group.epoch)
+        self._granted_bytes += size * len(grants)
+        if len(grants) == wanted:
+            return grants, store_pb2.OUTCOME_UNSPECIFIED
+        return grants, _REJECTED_TIER_FULL if len(grants) < count else store_pb2.OUTCOME_NOT_GRANTED
+
+    def _commit(self, group: Group, commits: Sequence[store_pb2.Commit]) -> list[int]:
+        outcomes: list[int] = [store_pb2.OUTCOME_NOT_GRANTED] * len(commits)
+        passed: list[int] = []
+        aborted: list[tuple[int, int]] = []
+        for position, commit in enumerate(commits):
+            ref = (commit.at.slot, commit.at.generation)
+            if group.granted.get(ref[0], (None, None))[0] != ref[1]:
+                continue
+            if group.refused or group.granted[ref[0]][1] != group.epoch:
+                aborted.append(ref)
+            elif self.require_cache_salt and commit.tenant == self._unsalted:
+                outcomes[position] = _REJECTED_ADMISSION
+                aborted.append(ref)
+            else:
+                # Out of `granted` at once: a second commit of the same reference in this message has no grant.
+                self._no_longer_granted(group, ref[0])
+                passed.append(position)
+        if passed:
+            codes = self._index.commit(
+                group.number,
+                group.namespace,
+                [
+                    (commit.at.slot, commit.at.generation, commit.tenant, commit.key, commit.parent)
+                    for commit in (commits[position] for position in passed)
+                ],
+            )
+            for position, code in zip(passed, codes, strict=True):
+                assert code != NOT_GRANTED, f"slot {commits[position].at.slot} is granted here and not in the index"
+                outcomes[position] = code  # the numbers of wire and index agree
+                self._stores += code == STORED
+        self._abort(group, aborted)
+        return outcomes
+
+    def _abort(self, group: Group, refs: Sequence[tuple[int, int]]) -> None:
+        held = [ref for ref in refs if group.granted.get(ref[0], (None, None))[0] == ref[1]]
+        for slot in {slot for slot, _ in held}:
+            self._no_longer_granted(group, slot)
+        if held:
+            self._index.abort(group.number, held)
+
+    def _no_longer_granted(self, group: Group, slot: int) -> None:
+        del group.granted[slot]
+        self._granted_bytes -= class_bytes(group.chunk_bytes)
+
+    def _release(self, group: Group, releases: Sequence[store_pb2.Release]) -> None:
+        if not releases:
+            return
+        self._index.release(group.number, [(release.at.slot, release.at.generation) for release in releases])
+        # A chunk loaded under a lease that ran out meanwhile was loaded all the same: its generation said so.
+        loaded = sum(release.loaded for release in releases)
+        self._hits += loaded
+        self._failed_loads += len(releases) - loaded
+
+
+def require_key(key: bytes) -> None:
+    if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
+        raise BadKey(
+            f"key {key.hex()} has {len(key)} bytes; a key is the engine's hash of {limits.KEY_BYTES_MIN} to "
+            f"{limits.KEY_BYTES_MAX} bytes"
+        )
+
+
+def _require_only_scheduler(group: Group) -> None:
+    for session in group.sessions:
+        if session.role == store_pb2.ROLE_SCHEDULER:
+            raise NamespaceMismatch(
+                f"group {group.name} has a scheduler already (pid {session.pid}); give each engine its own group"
+            )
+
+
+def _require_range(group: Group, request: store_pb2.AttachRequest) -> None:
+    """The rank's bytes lie in the chunk, beside those of the others, and the last rank leaves no gap."""
+    begin, end = request.range_offset, request.range_offset + request.range_bytes
+    if request.rank >= group.world_size:
+        raise NamespaceMismatch(f"rank {request.rank} of group {group.name}, which has {group.world_size} workers")
+    if not begin < end <= request.chunk_bytes:
+        raise NamespaceMismatch(
+            f"rank {request.rank} owns bytes {begin} to {end} of a chunk of {request.chunk_bytes} bytes"
+        )
+    workers = group.workers()
+    for worker in workers:
+        other_begin, other_end = worker.range_offset, worker.range_offset + worker.range_bytes
+        if worker.rank == request.rank:
+            raise NamespaceMismatch(f"rank {worker.rank} of group {group.name} is attached already (pid {worker.pid})")
+        if begin < other_end and other_begin < end:
+            raise NamespaceMismatch(
+                f"ranks {request.rank} and {worker.rank} of group {group.name} both own bytes of a chunk: "
+                f"{begin} to {end} and {other_begin} to {other_end}"
+            )
+    covered = request.range_bytes + sum(worker.range_bytes for worker in workers)
+    if len(workers) + 1 == group.world_size and covered != request.chunk_bytes:
+        raise NamespaceMismatch(
+            f"the {group.world_size} ranks of group {group.name} own {covered} of a chunk's {request.chunk_bytes} "
+            "bytes; together they must own each byte once"
+        )
+
+
+def _require_well_formed(request: store_pb2.StepRequest, last_number: int) -> None:
+    if request.number != last_number + 1:
+        raise ProtocolError(f"message number {request.number} after {last_number}")
+    operations = (
+        len(request.commits)
+        + len(request.aborts)
+        + len(request.leases)
+        + len(request.releases)
+        + sum(len(chain.keys) for chain in request.touches)
+    )
+    if operations > limits.OPERATIONS_PER_STEP_MAX:
+        raise LimitExceeded(f"{operations} operations in one message; at most {limits.OPERATIONS_PER_STEP_MAX}")
+    for tenant in _tenants(request):
+        if len(tenant) != TENANT_ID_BYTES:
+            raise ProtocolError(f"tenant {tenant.hex()} has {len(tenant)} bytes, not {TENANT_ID_BYTES}")
+    for commit in request.commits:
+        require_key(commit.key)
+        if commit.parent:
+            require_key(commit.parent)
+    for chain in request.touches:
+        for key in chain.keys:
+            require_key(key)
+
+
+def _tenants(request: store_pb2.StepRequest) -> Iterator[bytes]:
+    yield from (commit.tenant for commit in request.commits)
+    yield from (chain.tenant for chain in request.touches)
+
+
+def _parsed(document: str) -> dict[str, object] | None:
+    """None for what is not a JSON object."""
+    try:
+        parsed = json.loads(document)
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, dict) else None

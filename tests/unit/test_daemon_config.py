@@ -1,0 +1,148 @@
+"""Flags over variables over file; every way of being wrong names its source and what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import (
+    ListenAddress,
+    ServeConfig,
+    default_endpoint,
+    default_runtime_dir,
+    endpoint_paths,
+    parse_bytes,
+    serve_config,
+)
+from kvstore.errors import ConfigurationError
+
+SEED = {"PYTHONHASHSEED": "0"}
+
+
+def config(flags: dict[str, object] | None = None, environment: dict[str, str] | None = None, file: Path | None = None):
+    return serve_config({"cpu_bytes": "64MiB"} | (flags or {}), SEED | (environment or {}), file)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("64GiB", 64 << 30),
+        ("500MB", 500_000_000),
+        ("1.5GiB", 3 << 29),
+        ("123456", 123_456),
+        (123456, 123_456),
+        ("2 TiB", 2 << 40),
+        ("8kB", 8_000),
+        ("8KiB", 8_192),
+    ],
+)
+def test_sizes(text: object, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "64 gib", "64G", "-1", "1e9", "0.3B", "1,000", True, None, 1.5])
+def test_what_is_no_size_is_refused(text: object) -> None:
+    with pytest.raises(ValueError, match=r"is not a"):
+        parse_bytes(text)
+
+
+def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text('cpu_bytes = "1MiB"\nindex_bytes = 4096\nhash_seed = "7"\nallow_uid = []\n')
+    assert serve_config({}, SEED, file).cpu_bytes == 1 << 20
+    assert serve_config({}, SEED | {"KVSTORE_CPU_BYTES": "2MiB"}, file).cpu_bytes == 2 << 20
+    found = serve_config({"cpu_bytes": "3MiB"}, SEED | {"KVSTORE_CPU_BYTES": "2MiB"}, file)
+    assert (found.cpu_bytes, found.index_bytes, found.hash_seed) == (3 << 20, 4096, "7")
+
+
+def test_defaults() -> None:
+    found = config({"runtime_dir": "/x"})
+    assert found == ServeConfig(
+        runtime_dir=Path("/x"),
+        cpu_bytes=64 << 20,
+        index_bytes=None,
+        hash_seed="0",
+        require_cache_salt=False,
+        metrics_listen=ListenAddress("127.0.0.1", 9765),
+        allow_uids=frozenset(),
+        socket_mode=0o600,
+    )
+    assert found.endpoint == "unix:///x/kvstore.sock"
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text("cpu_byte = 1\n")
+    with pytest.raises(ConfigurationError, match=r"unknown key 'cpu_byte'; did you mean cpu_bytes\?"):
+        serve_config({}, SEED, file)
+
+
+def test_an_unknown_variable_names_the_nearest() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"unknown variable KVSTORE_CPU_BYTE; did you mean KVSTORE_CPU_BYTES\?"
+    ):
+        config(environment={"KVSTORE_CPU_BYTE": "1"})
+
+
+def test_variables_of_commands_and_of_kubernetes_are_not_settings() -> None:
+    config(environment={"KVSTORE_ENDPOINT": "unix:///x", "KVSTORE_SERVICE_HOST": "h", "KVSTORE_PORT_80_TCP": "x"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"cpu_bytes": "lots"}, r"--cpu-bytes: 'lots' is not a size"),
+        ({"cpu_bytes": "1"}, r"--cpu-bytes is 1, less than"),
+        ({"metrics_listen": "9765"}, r"--metrics-listen: '9765' is neither HOST:PORT nor off"),
+        ({"socket_mode": "0666"}, r"--socket-mode: '0666' is not a mode"),
+        ({"allow_uid": ["root"]}, r"--allow-uid: 'root' is not a numeric user id"),
+        ({"allow_uid": ["1000"]}, r"--allow-uid 1000 needs .* --socket-mode is 0600; add --socket-mode 0660"),
+        ({"require_cache_salt": "perhaps"}, r"--require-cache-salt: 'perhaps' is neither true nor false"),
+        ({"runtime_dir": "/" + "x" * 100}, r"socket path .* has 114 bytes, and the kernel takes 107"),
+        ({"hash_seed": "random"}, r"PYTHONHASHSEED is 'random'.*--hash-seed"),
+    ],
+)
+def test_wrong_values_are_refused(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        config(flags)
+
+
+@pytest.mark.parametrize("environment", [{}, {"PYTHONHASHSEED": ""}, {"PYTHONHASHSEED": "random"}])
+def test_a_missing_seed_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"export PYTHONHASHSEED=0"):
+        serve_config({"cpu_bytes": "1MiB"}, environment)
+
+
+def test_the_arena_size_is_required() -> None:
+    with pytest.raises(ConfigurationError, match=r"--cpu-bytes 64GiB"):
+        serve_config({}, SEED)
+
+
+def test_lists_in_variables_are_split_at_commas() -> None:
+    found = config({"socket_mode": "0660"}, {"KVSTORE_ALLOW_UID": "1000, 1001"})
+    assert found.allow_uids == {1000, 1001}
+    assert found.socket_mode == 0o660
+
+
+def test_the_endpoint_variable_names_the_daemon_for_commands() -> None:
+    assert default_endpoint({"KVSTORE_ENDPOINT": "unix:///a/b.sock"}) == "unix:///a/b.sock"
+    assert default_endpoint({"KVSTORE_RUNTIME_DIR": "/a"}) == "unix:///a/kvstore.sock"
+
+
+def test_a_private_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    assert default_runtime_dir({}) == tmp_path / "kvstore-12345"
+    (tmp_path / "kvstore-12345").mkdir()
+    with pytest.raises(ConfigurationError, match=r"belongs to uid \d+, not to 12345"):
+        default_runtime_dir({})
+    assert default_runtime_dir({"XDG_RUNTIME_DIR": "/run/user/12345"}) == Path("/run/user/12345/kvstore")
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://h:1", "/run/kvstore.sock", "unix:relative", "unix://" + "/x" * 60])
+def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigurationError):
+        endpoint_paths(endpoint)
+
+
+def test_the_arena_socket_lies_beside_the_endpoint() -> None:
+    assert endpoint_paths("unix:///r/kvstore.sock") == (Path("/r/kvstore.sock"), Path("/r/arena.sock"))

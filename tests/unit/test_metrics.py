@@ -1,0 +1,26 @@
+"""docs/metrics.md lists what is exported, no more and no less."""
+
+import re
+from pathlib import Path
+
+from kvstore.metrics import families
+from kvstore.rpc.v1 import admin_pb2
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_the_document_lists_exactly_what_is_exported() -> None:
+    stats = admin_pb2.StatsReply(tiers=[admin_pb2.TierStats(name="cpu")])
+    exported = {
+        (sample.name, family.type, ", ".join(f"`{label}`" for label in sample.labels))
+        for family in families(stats)
+        for sample in family.samples
+    }
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) ?\| ", DOCUMENT.read_text(), re.MULTILINE)
+    assert exported == set(rows)
+
+
+def test_every_series_has_the_prefix_and_no_identity() -> None:
+    for family in families(admin_pb2.StatsReply(tiers=[admin_pb2.TierStats(name="cpu")])):
+        assert family.name.startswith("kvstore_")
+        assert all(set(sample.labels) <= {"tier"} for sample in family.samples)
