@@ -597,9 +597,7 @@ class FsTier:
             self._catalog.free(place, headers)  # nobody waits for it, and it was said not to be stored
             self._end_write(write, WriteOutcome.LATE)
         else:
-            entry = self._catalog.hold(
-                write.chunk, place, write.sequence, write.memory.nbytes, proven=True
-            )
+            entry = self._catalog.hold(write.chunk, place, write.sequence, write.memory.nbytes, proven=True)
             self._dirty[write.chunk] = record_of(entry)
             self._commit_soon()
             self._write_health.succeeded()
@@ -693,10 +691,7 @@ class FsTier:
         self._reads -= 1
         entry.place.slab.reading -= 1
         entry.readers -= 1
-        if done.error == 0:
-            outcome = self._judge(read, done)
-        else:
-            outcome = self._read_went_wrong(read, done.error)
+        outcome = self._judge(read, done) if done.error == 0 else self._read_went_wrong(read, done.error)
         self._tell_read(read, outcome)
         self._loop.call_soon(read.released)
         if entry.readers == 0 and (last := self._on_last_reader.pop(entry, None)) is not None:
@@ -858,7 +853,7 @@ class FsTier:
         catalog.barred_numbers.add(slab.number)
         header = self._next_epoch(slab)
 
-        def removed(result: None | Failure) -> None:
+        def removed(result: Failure | None) -> None:
             if result is None:
                 catalog.reserved_bytes -= slab.charge_bytes
                 catalog.barred_numbers.discard(slab.number)
@@ -873,9 +868,7 @@ class FsTier:
 
     def _next_epoch(self, slab: Slab) -> SlabHeader:
         slab.epoch += 1
-        return SlabHeader(
-            slab.number, slab.epoch, slab.slot_bytes, slab.slot_count, self._directory.directory_id
-        )
+        return SlabHeader(slab.number, slab.epoch, slab.slot_bytes, slab.slot_count, self._directory.directory_id)
 
     # Forgetting
 
@@ -918,7 +911,7 @@ class FsTier:
         return [entry for chunk, entry in entries.items() if scope.covers(chunk)]
 
     def _begin_removal(self) -> None:
-        # Evictions of what is covered came before, so their slots are free, with their ghosts, when this commit is done.
+        # What was evicted before is free by the time this commit is done, with its ghosts.
         self._after_commit.append(partial(self._add_ghosts, self._removals[0]))
         self._commit_now()
 
@@ -970,7 +963,7 @@ class FsTier:
 
         self._job(zero, partial(self._removal_done, removal))
 
-    def _removal_done(self, removal: _Removal, result: None | Failure) -> None:
+    def _removal_done(self, removal: _Removal, result: Failure | None) -> None:
         failed = None if result is None else _said(result)
         if failed is not None:
             log.error("%s: a removal may not last: %s", self._directory.path, failed)
@@ -989,7 +982,7 @@ class FsTier:
         place = self._catalog.forget(entry)
         self._forget_in_index(entry)
 
-        def zeroed(result: None | Failure) -> None:
+        def zeroed(result: Failure | None) -> None:
             if quarantine:
                 self._counters.quarantined += 1
                 self._catalog.quarantine(place)
@@ -1036,7 +1029,7 @@ class FsTier:
                 self._index.commit(dirty, sequence, complete=complete)
             self._step("committed")
 
-        def committed(result: None | Failure) -> None:
+        def committed(result: Failure | None) -> None:
             self._committing = False
             if result is not None:
                 self._index_failed(result)
@@ -1079,7 +1072,7 @@ class FsTier:
             self._directory.remove_index()
             self._index = Index(self._directory.index_path, nbytes, meta)
 
-        def made(result: None | Failure) -> None:
+        def made(result: Failure | None) -> None:
             if result is not None:
                 self._index_failed(result)
                 return
@@ -1154,7 +1147,9 @@ class FsTier:
         for number in unlinked:
             slab = self._catalog.slabs.get(number)
             if slab is not None and slab.idle and not self._directory.is_linked(slab.fd):
-                log.warning("%s: the file of slab %d was removed; its chunks are forgotten", self._directory.path, number)
+                log.warning(
+                    "%s: the file of slab %d was removed; its chunks are forgotten", self._directory.path, number
+                )
                 self._retire(slab, self._pump_all)
         while (coldest := self._catalog.slab_to_shrink_by()) is not None:
             self._retire(coldest, self._pump_all)
@@ -1173,7 +1168,11 @@ class FsTier:
         """
         problems: list[str] = []
         async for slab, slot in paced(
-            self._held_places(), lambda place: place.slab.slot_bytes, bytes_per_s=bytes_per_s, clock=self._clock, sleep=sleep
+            self._held_places(),
+            lambda place: place.slab.slot_bytes,
+            bytes_per_s=bytes_per_s,
+            clock=self._clock,
+            sleep=sleep,
         ):
             entry = slab.held.get(slot)
             if self._closing:

@@ -107,7 +107,7 @@ class Place(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A chunk that is held. `proven`: its bytes were seen whole, by writing them or by a read; a rebuild proves none."""
+    """A chunk that is held. `proven`: its bytes were seen whole, when written or read; a rebuild proves none."""
 
     chunk: ChunkId
     place: Place
@@ -210,9 +210,7 @@ class Catalog:
     def class_of(self, slot_bytes: int) -> SizeClass:
         return self.classes.setdefault(slot_bytes, SizeClass(slot_bytes))
 
-    def add_slab(
-        self, number: int, fd: int, epoch: int, slot_bytes: int, slot_count: int, *, fresh: bool
-    ) -> Slab:
+    def add_slab(self, number: int, fd: int, epoch: int, slot_bytes: int, slot_count: int, *, fresh: bool) -> Slab:
         """`fresh`: its slots are free. Else they are taken, and the caller holds or frees each."""
         assert number not in self.slabs, f"slab {number} twice"
         slab = Slab(number, fd, epoch, self.class_of(slot_bytes), slot_count)
@@ -371,11 +369,7 @@ class Catalog:
         return self.cost_of(size_class.slot_bytes, 1) <= room
 
     def coldest_slab(self, other_than: SizeClass | None) -> Slab | None:
-        idle = (
-            slab
-            for slab in self.slabs.values()
-            if slab.size_class is not other_than and slab.idle
-        )
+        idle = (slab for slab in self.slabs.values() if slab.size_class is not other_than and slab.idle)
         return min(idle, key=_age, default=None)
 
     def slab_to_shrink_by(self) -> Slab | None:

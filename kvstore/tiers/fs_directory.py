@@ -9,6 +9,7 @@ What a kill leaves behind is a temporary file, which the next start removes: sma
 under a temporary name, synced, and renamed.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from kvstore.errors import KVStoreError, LimitExceeded
+from kvstore.errors import ConfigurationError, KVStoreError, LimitExceeded
 from kvstore.namespace import canonical_json, digest
 from kvstore.tenant import TENANT_KEY_BYTES
 from kvstore.tiers import fs_paths
@@ -45,13 +46,13 @@ class DirectoryInUse(KVStoreError):
     """Another daemon owns the directory."""
 
 
-class DirectoryUnusable(KVStoreError):
+class DirectoryUnusable(ConfigurationError):
     """The directory cannot hold a tier. The message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Written at every opening and at a clean stop. An index file of another opening is older or newer than the data."""
+    """Written at every opening and at a clean stop. The index of another opening is older or newer than the data."""
 
     opening: bytes
     boot_id: str
@@ -78,54 +79,32 @@ def boot_id() -> str:
 def probe_direct_io(directory_fd: int) -> bool:
     """Whether a file there can be written and read with O_DIRECT, two aligned blocks from two places in one call."""
     name = fs_paths.temporary(fs_paths.slab(fs_paths.SLAB_NUMBER_MAX))
-    with _Blocks(2) as written, _Blocks(2) as read:
-        written.fill(b"\xa5")
-        try:
-            fd = os.open(
-                name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT | os.O_CLOEXEC, 0o600, dir_fd=directory_fd
-            )
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return False
-        try:
-            parts = [written.block(0), written.block(1)]
-            if os.pwritev(fd, parts, BLOCK_BYTES) != 2 * BLOCK_BYTES:
-                return False
-            if os.preadv(fd, [read.block(0), read.block(1)], BLOCK_BYTES) != 2 * BLOCK_BYTES:
-                return False
-            return read.bytes() == written.bytes()
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise
-            return False
-        finally:
-            os.close(fd)
-            os.unlink(name, dir_fd=directory_fd)
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, 0o600, dir_fd=directory_fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    written = [_aligned(bytes([number]) * BLOCK_BYTES) for number in (1, 2)]
+    read = [_aligned(bytes(BLOCK_BYTES)) for _ in written]
+    try:
+        moved = os.pwritev(fd, written, BLOCK_BYTES), os.preadv(fd, read, BLOCK_BYTES)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+        return False
+    finally:
+        os.close(fd)
+        os.unlink(name, dir_fd=directory_fd)
+    return moved == (2 * BLOCK_BYTES, 2 * BLOCK_BYTES) and read == written
 
 
-class _Blocks:
-    """Aligned memory for O_DIRECT, zeroed."""
-
-    def __init__(self, count: int) -> None:
-        self._map = mmap.mmap(-1, count * BLOCK_BYTES)
-        self._view = memoryview(self._map)
-
-    def __enter__(self) -> "_Blocks":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._view.release()
-        self._map.close()
-
-    def block(self, number: int) -> memoryview:
-        return self._view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-
-    def fill(self, content: bytes) -> None:
-        self._view[:] = (content * len(self._view))[: len(self._view)]
-
-    def bytes(self) -> bytes:
-        return bytes(self._view)
+def _aligned(block: bytes) -> memoryview:
+    """A copy where O_DIRECT can take it from."""
+    view = memoryview(mmap.mmap(-1, len(block)))
+    view[:] = block
+    return view
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +277,7 @@ class FsDirectory:
         return documents
 
     def keep_namespace(self, document: str, bytes_max: int) -> None:
-        """LimitExceeded when the small files would take more than `bytes_max`, a second copy of the largest included."""
+        """LimitExceeded when the small files would take more than `bytes_max`, a second copy of this one included."""
         taken = self.small_files_bytes()
         wanted = 2 * (len(document.encode()) + BLOCK_BYTES)
         if taken + wanted > bytes_max:
@@ -462,19 +441,16 @@ class FsDirectory:
 
     @staticmethod
     def read_block(fd: int, offset: int) -> bytes:
-        with _Blocks(1) as blocks:
-            nbytes = os.preadv(fd, [blocks.block(0)], offset)
-            if nbytes != BLOCK_BYTES:
-                raise Damaged(f"the file ends at {offset + nbytes}")
-            return blocks.bytes()
+        block = _aligned(bytes(BLOCK_BYTES))
+        nbytes = os.preadv(fd, [block], offset)
+        if nbytes != BLOCK_BYTES:
+            raise Damaged(f"the file ends at {offset + nbytes}")
+        return bytes(block)
 
     @staticmethod
     def write_block(fd: int, offset: int, block: bytes) -> None:
         assert len(block) == BLOCK_BYTES
-        with _Blocks(1) as blocks:
-            blocks.fill(block)
-            written = os.pwritev(fd, [blocks.block(0)], offset)
-        if written != BLOCK_BYTES:
+        if os.pwritev(fd, [_aligned(block)], offset) != BLOCK_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     @staticmethod
@@ -515,10 +491,8 @@ class FsDirectory:
 
     def _unlink(self, name: str) -> None:
         """What is a directory where a file should be is not ours to remove: OSError."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
-        except FileNotFoundError:
-            pass
 
 
 def _close_all(*descriptors: int) -> None:

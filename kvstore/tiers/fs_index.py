@@ -4,9 +4,9 @@ The daemon's one worker thread of the tier calls everything here; nothing else h
 locked. A commit is not synced: it survives the daemon's death, but not always the machine's. What was synced says so
 (`STATE` in fs_directory, written after `close`); without that, after another boot, the file is not read at all.
 
-A damaged LMDB file does not raise, it kills whoever maps it. So a child process (`python -m kvstore.tiers.fs_index FILE`)
-opens and walks it first; its death, its silence and its complaint all mean the same: rebuild. What remains is a file
-that is truncated by somebody else while it is in use.
+A damaged LMDB file does not raise, it kills whoever maps it. So a child process (this module, run) opens and walks it
+first; its death, its silence and its complaint all mean the same: rebuild. What remains is a file that somebody else
+truncates while it is in use.
 
 One record a chunk: b"c" + namespace + tenant + key -> slab, slot, sequence, payload bytes, tick, proven.
 One record b"m": version, complete, sequence, chunks, payload bytes, opening, directory. A walk adds up to the last two
@@ -105,7 +105,7 @@ def _payload_bytes(value: bytes) -> int:
 
 
 def _record(key: bytes, value: bytes) -> Record:
-    if not 2 * _ID_BYTES < len(key) - 1 or len(value) != _RECORD.size:
+    if len(key) - 1 <= 2 * _ID_BYTES or len(value) != _RECORD.size:
         raise IndexUnusable(f"a record of {len(key)} and {len(value)} bytes")
     chunk = ChunkId(key[1 : 1 + _ID_BYTES], key[1 + _ID_BYTES : 1 + 2 * _ID_BYTES], key[1 + 2 * _ID_BYTES :])
     slab, slot, sequence, payload_bytes, tick, proven = _RECORD.unpack(value)
@@ -212,9 +212,7 @@ class Index:
         except lmdb.Error as error:
             raise IndexUnusable(str(error)) from error
 
-    def _commit_batch(
-        self, batch: Iterable[tuple[ChunkId, Record | None]], sequence: int, *, complete: bool
-    ) -> None:
+    def _commit_batch(self, batch: Iterable[tuple[ChunkId, Record | None]], sequence: int, *, complete: bool) -> None:
         chunks, payload_bytes = self._meta.chunks, self._meta.payload_bytes
         with self._opened().begin(write=True) as txn:
             for chunk, record in batch:

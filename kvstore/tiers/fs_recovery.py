@@ -68,9 +68,7 @@ class Recovery:
         catalog = Catalog(self.cap_bytes, slab_bytes=self.slab_bytes)
         for file in self.directory.slabs():
             header = file.header
-            catalog.add_slab(
-                header.slab, file.fd, header.epoch, header.slot_bytes, header.slot_count, fresh=False
-            )
+            catalog.add_slab(header.slab, file.fd, header.epoch, header.slot_bytes, header.slot_count, fresh=False)
         catalog.barred_numbers |= self.directory.stuck_slabs
         catalog.foreign_bytes = self.directory.foreign_bytes()
         loaded = self._load(catalog, previous)
@@ -124,7 +122,7 @@ class Recovery:
         best: dict[ChunkId, tuple[SlotHeader, Place]] = {}
         superseded: list[Place] = []
         sequence = 0
-        for place, header in self._headers(catalog, list(_unheld(catalog))):
+        for place, header in self._headers(list(_unheld(catalog))):
             if header is None or not _belongs(header, place):
                 catalog.free(place)
                 continue
@@ -152,7 +150,7 @@ class Recovery:
     def _sweep(self, catalog: Catalog) -> None:
         """Leaves no valid header in a slot that the index does not mention."""
         leftover = []
-        for place, header in self._headers(catalog, list(_unheld(catalog))):
+        for place, header in self._headers(list(_unheld(catalog))):
             if header is not None and _belongs(header, place):
                 leftover.append(place)
             else:
@@ -169,7 +167,7 @@ class Recovery:
         for place in places:
             catalog.free(place)
 
-    def _headers(self, catalog: Catalog, places: list[Place]) -> Iterator[tuple[Place, SlotHeader | None]]:
+    def _headers(self, places: list[Place]) -> Iterator[tuple[Place, SlotHeader | None]]:
         """Each place's header, or None where there is none that is valid. Many reads are in flight."""
         pool = IoPool(SCAN_THREADS, 1)
         try:
@@ -234,9 +232,7 @@ class Recovery:
 
 def record_of(entry: Entry) -> Record:
     slab, slot = entry.place
-    return Record(
-        entry.chunk, slab.number, slot, entry.sequence, entry.payload_bytes, entry.tick, entry.proven
-    )
+    return Record(entry.chunk, slab.number, slot, entry.sequence, entry.payload_bytes, entry.tick, entry.proven)
 
 
 def _adopt(catalog: Catalog, records: list[Record]) -> None:
