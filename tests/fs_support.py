@@ -31,7 +31,9 @@ def options(cap_bytes: int = CAP_BYTES, **changes: object) -> FsOptions:
 
 def du(path: Path) -> int:
     """What `du` says, in bytes."""
-    output = subprocess.run(["du", "-s", "--block-size=1", str(path)], capture_output=True, check=True, text=True).stdout
+    output = subprocess.run(
+        ["du", "-s", "--block-size=1", str(path)], capture_output=True, check=True, text=True
+    ).stdout
     return int(output.split()[0])
 
 

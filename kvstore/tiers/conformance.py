@@ -80,13 +80,13 @@ class Bench:
 
     async def write(self, chunk: ChunkId, place: int = 0, content: bytes | None = None) -> WriteOutcome:
         memory = self.memories.fill(place, self.content(chunk) if content is None else content)
-        return await outcome_of(lambda done, released: self.tier.write(chunk, memory, done, released))
+        return await outcome_of(self.tier.write, chunk, memory)
 
     async def read(self, chunk: ChunkId, place: int = 0) -> tuple[ReadOutcome, bytes]:
         """The outcome, and the bytes where it is READ."""
         self.memories.fill(place, bytes(self.chunk_bytes))
         memory = self.memories.place(place)
-        outcome = await outcome_of(lambda done, released: self.tier.read(chunk, memory, done, released))
+        outcome = await outcome_of(self.tier.read, chunk, memory)
         return outcome, self.memories.content(place) if outcome is ReadOutcome.READ else b""
 
     async def remove(self, scope: Scope) -> Removed:
@@ -100,8 +100,10 @@ class Bench:
             assert content == self.content(chunk), f"wrong bytes for {chunk.key!r}"
 
 
-async def outcome_of(start: Callable[[Callable[[T], None], Callable[[], None]], None]) -> T:
-    """Starts a read or write and waits until its memory is released; checks the order of the two calls."""
+async def outcome_of(
+    start: Callable[[ChunkId, Memory, Callable[[T], None], Released], None], chunk: ChunkId, memory: Memory
+) -> T:
+    """Starts a tier's read or write and waits until its memory is released; checks the order of the two calls."""
     outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -113,14 +115,16 @@ async def outcome_of(start: Callable[[Callable[[T], None], Callable[[], None]], 
         assert outcome.done(), "released before done"
         released.set_result(None)
 
-    start(done, is_released)
+    start(chunk, memory, done, is_released)
     assert not outcome.done(), "done inside the call"
     await released
     return outcome.result()
 
 
 def chunk_id(number: int, *, namespace: int = 0, tenant: int = 0) -> ChunkId:
-    return ChunkId(namespace.to_bytes(16, "big"), tenant.to_bytes(16, "big"), b"key-of-the-chunk" + number.to_bytes(8, "big"))
+    return ChunkId(
+        namespace.to_bytes(16, "big"), tenant.to_bytes(16, "big"), b"key-of-the-chunk" + number.to_bytes(8, "big")
+    )
 
 
 async def check_round_trip(bench: Bench) -> None:
@@ -151,10 +155,10 @@ async def check_duplicate(bench: Bench) -> None:
     first = bench.memories.fill(0, bench.content(chunk))
     second = bench.memories.fill(1, bytes(bench.chunk_bytes))
     outcomes = await asyncio.gather(
-        outcome_of(lambda done, released: bench.tier.write(chunk, first, done, released)),
-        outcome_of(lambda done, released: bench.tier.write(chunk, second, done, released)),
+        outcome_of(bench.tier.write, chunk, first),
+        outcome_of(bench.tier.write, chunk, second),
     )
-    assert outcomes == [WriteOutcome.STORED, WriteOutcome.PRESENT]
+    assert list(outcomes) == [WriteOutcome.STORED, WriteOutcome.PRESENT]
     assert await bench.write(chunk, content=bytes(bench.chunk_bytes)) is WriteOutcome.PRESENT
     assert await bench.read(chunk) == (ReadOutcome.READ, bench.content(chunk))
     assert bench.tier.stats().chunks == 1
@@ -212,9 +216,7 @@ async def check_remove_beats_write(bench: Bench) -> None:
     """A write that is under way when its chunk is removed does not bring it back."""
     chunk = chunk_id(0)
     memory = bench.memories.fill(0, bench.content(chunk))
-    write = asyncio.ensure_future(
-        outcome_of(lambda done, released: bench.tier.write(chunk, memory, done, released))
-    )
+    write = asyncio.ensure_future(outcome_of(bench.tier.write, chunk, memory))
     await asyncio.sleep(0)  # into the call
     await bench.remove(Scope(namespace=chunk.namespace))
     assert await write in (WriteOutcome.ABORTED, WriteOutcome.STORED)

@@ -1,7 +1,7 @@
 """The filesystem tier: chunks in preallocated slab files, checked at every read, warm after a restart.
 
 Who does what
-    event loop      owns everything here and in the catalog: decides, submits, calls back. Never blocks.
+    event loop      owns everything here, in the catalog and the journal: decides, submits, calls back. Never blocks.
     I/O threads     (native IoPool) move whole slots between a slab file and memory, and take checksums.
     worker thread   (Worker, one, in order) recovery at start, then LMDB commits, slab files, zeroing, small files.
     child process   reads the LMDB file once before the daemon does.
@@ -26,7 +26,7 @@ What if something dies
                     corruption.
     the disk        A failed write is tried once more in another slot, then dropped, and the tier is sick: stores are
                     refused but for a trial now and then. Failed reads cost their chunk, three in a row make reads sick.
-    LMDB            The file is dropped and written anew from the catalog, a slice at a time.
+    LMDB            The file is dropped and written anew from the catalog (Journal).
 
 Bounds: `queue_max` writes and as many reads are waiting or running, more are refused; a request waits `io_deadline_ms`.
 """
@@ -69,7 +69,6 @@ from kvstore.tiers.fs_catalog import (
     SizeClass,
     Slab,
     Stuck,
-    index_bytes_for,
     slab_charge,
     small_files_bytes_for,
 )
@@ -85,9 +84,10 @@ from kvstore.tiers.fs_format import (
     slot_offset,
 )
 from kvstore.tiers.fs_health import Health
-from kvstore.tiers.fs_index import Index, IndexUnusable, Meta, Record
+from kvstore.tiers.fs_index import IndexUnusable
+from kvstore.tiers.fs_journal import Journal
 from kvstore.tiers.fs_paths import STATE
-from kvstore.tiers.fs_recovery import Cancelled, Recovered, Recovery, record_of
+from kvstore.tiers.fs_recovery import Cancelled, Recovered, Recovery
 from kvstore.tiers.fs_scrub import paced
 from kvstore.tiers.fs_worker import Failure, Worker
 
@@ -99,8 +99,6 @@ TICK_S = 1.0
 TICKS_BETWEEN_FOREIGN = 30  # adding up other people's files costs a stat each
 GROWTH_RETRY_S = 1.0  # after a slab could not be made, evicting is preferred for so long
 READ_FAILURES_MAX = 3  # in a row: then it is the disk, not a chunk
-TOUCHED_PER_COMMIT_MAX = 1_000
-REFILL_PER_SLICE = 1_000  # chunks written to a new index between two turns of the loop
 SLOTS_ZEROED_ONE_BY_ONE_MAX = 8  # more, and all that a slab holds: its epoch is raised instead
 
 
@@ -134,7 +132,6 @@ class FsStats(TierStats):
     writes_queued: int
     reads_queued: int
     scrubbed_chunks: int
-    ns_document_bytes_max: int
 
 
 @dataclass(slots=True)
@@ -149,6 +146,16 @@ class _Counters:
     read_bytes: int = 0
     written_bytes: int = 0
     scrubbed_chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What the worker found when it looked at the directory."""
+
+    lost: str | None
+    unlinked_fds: list[int]
+    has_index: bool
+    foreign_bytes: int | None
 
 
 @dataclass(eq=False, slots=True)
@@ -232,7 +239,6 @@ class FsTier:
         self._progress = (0, 0)
         self._cancelled = threading.Event()
         self._when_ready: list[Callable[[], None]] = []
-        self._sequence = 0
 
         self._pool = IoPool(options.n_read_threads, options.n_write_threads)
         for address, nbytes in regions:
@@ -246,16 +252,6 @@ class FsTier:
         self._on_last_reader: dict[Entry, Callable[[], None]] = {}  # of forgotten chunks
         self._removals: deque[_Removal] = deque()
 
-        self._index: Index | None = None  # only the worker uses it
-        self._index_complete = True  # False while a new one is being filled
-        self._index_retry_s = 0.0
-        self._opening = secrets.token_bytes(16)
-        self._dirty: dict[ChunkId, Record | None] = {}
-        self._touched: set[Entry] = set()
-        self._committing = False
-        self._commit_timer: asyncio.TimerHandle | None = None
-        self._after_commit: list[Callable[[], None]] = []
-
         self._read_health = Health(READ_FAILURES_MAX)
         self._write_health = Health(1)
         self._directory_lost: str | None = None
@@ -264,7 +260,6 @@ class FsTier:
         self._ticks = 0
         self._tick_timer: asyncio.TimerHandle | None = None
         self._looking = False  # the worker looks at the directory for the tick
-        self._jobs = 0
         self._quiet: asyncio.Future[None] | None = None
         self._scrub_task: asyncio.Task[None] | None = None
         self._scrub_buffers: list[mmap.mmap] = []
@@ -274,7 +269,7 @@ class FsTier:
     def start(self) -> None:
         """Begins recovery; until `ready` the tier holds nothing and refuses stores."""
         self._loop = asyncio.get_running_loop()
-        self._worker = Worker(self._loop, "kvstore-fs-worker")
+        self._worker = Worker(self._loop, "kvstore-fs-worker", self._look_quiet)
         self._loop.add_reader(self._pool.event_fd, self._collect)
         self._tick_timer = self._loop.call_later(TICK_S, self._tick)
         self._recover()
@@ -288,7 +283,7 @@ class FsTier:
             self._cancelled,
             self._step,
         )
-        self._job(recovery.run, self._recovered)
+        self._worker.run(recovery.run, self._recovered)
 
     def _set_progress(self, done: int, total: int) -> None:
         self._progress = (done, total)  # from the worker; one assignment, so a reader sees both or neither
@@ -302,9 +297,8 @@ class FsTier:
             return
         self._recovery_error = None
         self._catalog = result.catalog
-        self._index = result.index
-        self._opening = result.opening.opening
-        self._sequence = result.sequence
+        self._journal = Journal(result, self._directory, self._worker, self._options.commit_interval_s, self._step)
+        self._opening = result.opening
         self._ready.set()
         log.info(
             "%s: %d chunks in %d slabs, %s",
@@ -328,9 +322,8 @@ class FsTier:
         ends_s = self._clock() + timeout_s
         self._closing = True
         self._cancelled.set()
-        for timer in (self._tick_timer, self._commit_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._tick_timer is not None:
+            self._tick_timer.cancel()
         if self._scrub_task is not None:
             self._scrub_task.cancel()
         for queue in self._queues.values():
@@ -341,7 +334,7 @@ class FsTier:
         clean = await self._within(self._quiet, ends_s)
         if clean and self._ready.is_set():
             stopped = self._loop.create_future()
-            self._job(self._stop_job(), stopped.set_result)
+            self._worker.run(self._stop_job(), stopped.set_result)
             clean = await self._within(stopped, ends_s)
         self._loop.remove_reader(self._pool.event_fd)
         left_s = max(0.0, ends_s - self._clock())
@@ -359,51 +352,34 @@ class FsTier:
         return bool(done)
 
     def _stop_job(self) -> Callable[[], None]:
-        dirty = self._take_dirty()
+        stop_index = self._journal.prepare_stop()
         ghosts: dict[Slab, list[int]] = {}
         for place, _ in self._catalog.free_ghosts():
             ghosts.setdefault(place.slab, []).append(place.slot)
-        sequence = self._sequence
 
         def stop() -> None:
-            if self._index is None:
-                return  # the next start reads the headers
             try:
-                self._index.commit(dirty, sequence)
                 self._directory.settle()
                 for slab, slots in ghosts.items():
                     self._directory.zero_slots(slab.fd, slots, slab.slot_bytes)
-                if not self._index_complete:
-                    return
                 for slab in self._catalog.slabs.values():
                     os.fdatasync(slab.fd)
-                self._index.close()
+                trusted = stop_index()
                 self._step("index synced")
-                opening = self._directory.opening()
-                if opening is not None and opening.opening == self._opening:
-                    self._directory.write_small(STATE, replace(opening, clean=True).encode())
-            except (IndexUnusable, OSError) as error:
+                if trusted and self._directory.opening() == self._opening:
+                    self._directory.write_small(STATE, replace(self._opening, clean=True).encode())
+            except OSError as error:
+                # The next start reads the headers, or finds the index as of the last commit.
                 log.warning("%s: no clean stop: %s", self._directory.path, _said(error))
-            finally:
-                self._index.abandon()
 
         return stop
-
-    def _job(self, job: Callable[[], T], then: Callable[[T | Failure], None]) -> None:
-        self._jobs += 1
-
-        def done(result: T | Failure) -> None:
-            self._jobs -= 1
-            then(result)
-            self._look_quiet()
-
-        self._worker.run(job, done)
 
     def _look_quiet(self) -> None:
         """While closing: whether everything that was begun has ended."""
         if self._quiet is None or self._quiet.done():
             return
-        if not (self._running or self._jobs or self._removals or self._after_commit):
+        busy = self._running or self._removals or self._worker.outstanding
+        if not busy and (not self._ready.is_set() or self._journal.is_quiet):
             self._quiet.set_result(None)
 
     # Questions
@@ -445,7 +421,6 @@ class FsTier:
             writes_queued=self._writes_total,
             reads_queued=self._reads,
             scrubbed_chunks=counters.scrubbed_chunks,
-            ns_document_bytes_max=self._small_files_bytes_max,
         )
 
     def problems(self) -> Iterator[str]:
@@ -546,9 +521,8 @@ class FsTier:
 
     def _start_write(self, write: _Write, place: Place) -> None:
         slab, slot = place
-        self._sequence += 1
         write.place = place
-        write.sequence = self._sequence
+        write.sequence = self._journal.next_sequence()
         write.ghosts = slab.ghosts.get(slot, frozenset())
         header = SlotHeader(
             slab.number, slot, slab.epoch, write.sequence, slab.slot_bytes, write.chunk, write.memory.nbytes
@@ -598,8 +572,7 @@ class FsTier:
             self._end_write(write, WriteOutcome.LATE)
         else:
             entry = self._catalog.hold(write.chunk, place, write.sequence, write.memory.nbytes, proven=True)
-            self._dirty[write.chunk] = record_of(entry)
-            self._commit_soon()
+            self._journal.put(entry)
             self._write_health.succeeded()
             self._counters.written_bytes += write.memory.nbytes
             self._end_write(write, WriteOutcome.STORED)
@@ -706,7 +679,7 @@ class FsTier:
         if why is None:
             if not entry.proven:
                 entry.proven = True
-                self._touched.add(entry)
+                self._journal.touch(entry)
             if read.is_use:
                 self._counters.read_bytes += entry.payload_bytes
                 self._touch(entry)
@@ -768,7 +741,7 @@ class FsTier:
 
     def _touch(self, entry: Entry) -> None:
         self._catalog.touch(entry)
-        self._touched.add(entry)
+        self._journal.touch(entry)
 
     def _collect(self) -> None:
         for done in self._pool.poll():
@@ -795,7 +768,7 @@ class FsTier:
     def _evict(self, entry: Entry, queue: _Queue) -> None:
         self._step("evicting")
         place = self._catalog.forget(entry)
-        self._forget_in_index(entry)
+        self._journal.forget(entry)
         self._counters.evictions += 1
         queue.coming += 1
 
@@ -804,8 +777,7 @@ class FsTier:
             self._catalog.free(place, place.slab.ghosts.get(place.slot, frozenset()) | {entry.chunk})
             self._pump(queue)
 
-        self._after_commit.append(committed)
-        self._commit_now()
+        self._journal.after_commit(committed)
 
     def _grow(self, queue: _Queue, slot_count: int) -> None:
         catalog = self._catalog
@@ -819,8 +791,7 @@ class FsTier:
         queue.preparing = True
 
         def grow() -> int:
-            if self._index is not None:
-                self._index.grow(index_bytes_for(slots_then))
+            self._journal.grow_in_worker(slots_then)
             return self._directory.create_slab(header, slab_charge(slot_bytes, slot_count))
 
         def grown(result: int | Failure) -> None:
@@ -838,16 +809,16 @@ class FsTier:
                 queue.growth_error = f"making room: {_said(result)}"
                 self._no_growth_until_s = self._clock() + GROWTH_RETRY_S
                 if isinstance(result, IndexUnusable):
-                    self._index_failed(result)
+                    self._journal.failed(result)
             self._prepared(queue)
 
-        self._job(grow, grown)
+        self._worker.run(grow, grown)
 
     def _retire(self, slab: Slab, then: Callable[[], None]) -> None:
         """Removes an idle slab with all that it holds."""
         catalog = self._catalog
         for entry in catalog.remove_slab(slab):
-            self._forget_in_index(entry)
+            self._journal.forget(entry)
             self._counters.evictions += 1
         catalog.reserved_bytes += slab.charge_bytes
         catalog.barred_numbers.add(slab.number)
@@ -863,8 +834,8 @@ class FsTier:
                 self._write_failed(f"removing a slab: {_said(result)}")
             then()
 
-        self._after_commit.append(lambda: self._job(partial(self._directory.remove_slab, slab.fd, header), removed))
-        self._commit_now()
+        remove = partial(self._directory.remove_slab, slab.fd, header)
+        self._journal.after_commit(lambda: self._worker.run(remove, removed))
 
     def _next_epoch(self, slab: Slab) -> SlabHeader:
         slab.epoch += 1
@@ -884,7 +855,7 @@ class FsTier:
             removal.chunks += 1
             removal.nbytes += entry.slot_bytes
             place = self._catalog.forget(entry)
-            self._forget_in_index(entry)
+            self._journal.forget(entry)
             headers = frozenset({entry.chunk})
             if entry.readers:
                 removal.waits_for += 1
@@ -912,8 +883,7 @@ class FsTier:
 
     def _begin_removal(self) -> None:
         # What was evicted before is free by the time this commit is done, with its ghosts.
-        self._after_commit.append(partial(self._add_ghosts, self._removals[0]))
-        self._commit_now()
+        self._journal.after_commit(partial(self._add_ghosts, self._removals[0]))
 
     def _add_ghosts(self, removal: _Removal) -> None:
         ghosts = {
@@ -961,7 +931,7 @@ class FsTier:
                 self._directory.zero_slots(slab.fd, covered, slab.slot_bytes)
             self._step("removed")
 
-        self._job(zero, partial(self._removal_done, removal))
+        self._worker.run(zero, partial(self._removal_done, removal))
 
     def _removal_done(self, removal: _Removal, result: Failure | None) -> None:
         failed = None if result is None else _said(result)
@@ -980,7 +950,7 @@ class FsTier:
     def _discard(self, entry: Entry, *, quarantine: bool) -> None:
         """Forgets a chunk whose bytes are not right. A quarantined slot is not used again in this run."""
         place = self._catalog.forget(entry)
-        self._forget_in_index(entry)
+        self._journal.forget(entry)
 
         def zeroed(result: Failure | None) -> None:
             if quarantine:
@@ -994,106 +964,12 @@ class FsTier:
             self._directory.zero_slots(place.slab.fd, [place.slot], place.slab.slot_bytes)
 
         def after_readers() -> None:
-            self._after_commit.append(lambda: self._job(zero, zeroed))
-            self._commit_now()
+            self._journal.after_commit(lambda: self._worker.run(zero, zeroed))
 
         if entry.readers:
             self._on_last_reader[entry] = after_readers
         else:
             after_readers()
-
-    # The index
-
-    def _forget_in_index(self, entry: Entry) -> None:
-        self._touched.discard(entry)
-        self._dirty[entry.chunk] = None
-
-    def _commit_soon(self) -> None:
-        if self._commit_timer is None and not self._closing:
-            self._commit_timer = self._loop.call_later(self._options.commit_interval_s, self._commit_now)
-
-    def _commit_now(self) -> None:
-        if self._commit_timer is not None:
-            self._commit_timer.cancel()
-            self._commit_timer = None
-        if self._committing:
-            return  # the next one follows at once
-        self._committing = True
-        dirty = self._take_dirty()
-        callbacks, self._after_commit = self._after_commit, []
-        sequence, complete = self._sequence, self._index_complete
-
-        def commit() -> None:
-            self._step("committing")
-            if self._index is not None:
-                self._index.commit(dirty, sequence, complete=complete)
-            self._step("committed")
-
-        def committed(result: Failure | None) -> None:
-            self._committing = False
-            if result is not None:
-                self._index_failed(result)
-            for callback in callbacks:
-                callback()
-            if self._after_commit:
-                self._commit_now()
-            elif self._dirty:
-                self._commit_soon()
-
-        self._job(commit, committed)
-
-    def _take_dirty(self) -> dict[ChunkId, Record | None]:
-        for _ in range(min(len(self._touched), TOUCHED_PER_COMMIT_MAX)):
-            entry = self._touched.pop()
-            if not entry.forgotten:
-                self._dirty[entry.chunk] = record_of(entry)
-        dirty, self._dirty = self._dirty, {}
-        return dirty
-
-    def _index_failed(self, error: Failure) -> None:
-        """Better none than one that lies. The catalog has everything; `_tick` has it written anew."""
-        log.error("%s: the index cannot be written: %s; making a new one", self._directory.path, _said(error))
-        self._index_retry_s = self._clock() + GROWTH_RETRY_S
-        self._index_complete = False
-
-        def drop() -> None:
-            index, self._index = self._index, None
-            if index is not None:
-                index.abandon()
-            self._directory.remove_index()
-
-        self._job(drop, _ignore)
-
-    def _make_index(self) -> None:
-        nbytes = index_bytes_for(self._catalog.index_slot_count)
-        meta = Meta(False, self._sequence, 0, 0, self._opening, self._directory.directory_id)
-
-        def make() -> None:
-            self._directory.remove_index()
-            self._index = Index(self._directory.index_path, nbytes, meta)
-
-        def made(result: Failure | None) -> None:
-            if result is not None:
-                self._index_failed(result)
-                return
-            self._refill(list(self._catalog.entries.values()))
-
-        self._index_retry_s = float("inf")
-        self._job(make, made)
-
-    def _refill(self, entries: list[Entry]) -> None:
-        """Hands the chunks that are held to the new index, a slice at a time; what happens meanwhile goes to it too."""
-        if self._closing or self._index_retry_s != float("inf"):
-            return  # it has failed again
-        for entry in entries[:REFILL_PER_SLICE]:
-            if not entry.forgotten:
-                self._dirty.setdefault(entry.chunk, record_of(entry))
-        rest = entries[REFILL_PER_SLICE:]
-        if not rest:
-            self._index_complete = True
-            log.info("%s: the new index is complete", self._directory.path)
-        self._after_commit.append(partial(self._refill, rest) if rest else _ignore_nothing)
-        self._commit_now()
 
     # Now and then
 
@@ -1102,17 +978,14 @@ class FsTier:
         self._ticks += 1
         now_s = self._clock()
         if not self._ready.is_set():
-            if self._recovery_error is not None and self._jobs == 0:
+            if self._recovery_error is not None and self._worker.outstanding == 0:
                 self._recover()
             return
         for queue in self._queues.values():
             while queue.waiting and queue.waiting[0].deadline_s < now_s:
                 self._counters.late += 1
                 self._end_write(queue.waiting.popleft(), WriteOutcome.LATE)
-        if not self._index_complete and now_s >= self._index_retry_s:
-            self._make_index()
-        if self._touched:
-            self._commit_soon()
+        self._journal.tick()
         if not self._looking:
             self._look_at_directory()
 
@@ -1121,39 +994,42 @@ class FsTier:
         fds = {number: slab.fd for number, slab in self._catalog.slabs.items()}
         add_up = self._ticks % TICKS_BETWEEN_FOREIGN == 0
 
-        def look() -> tuple[str | None, list[int], int | None]:
-            unlinked = [number for number, fd in fds.items() if not self._directory.is_linked(fd)]
-            return self._directory.lost(), unlinked, self._directory.foreign_bytes() if add_up else None
+        def look() -> _Look:
+            directory = self._directory
+            if (lost := directory.lost()) is not None:
+                directory.take_back(self._opening, fds)
+                lost = directory.lost()
+            if lost is None:
+                directory.keep_tenant_key()
+            return _Look(
+                lost,
+                [fd for fd in fds.values() if not directory.is_linked(fd)],
+                has_index=directory.index_bytes() is not None,
+                foreign_bytes=directory.foreign_bytes() if add_up else None,
+            )
 
-        def looked(result: tuple[str | None, list[int], int | None] | Failure) -> None:
-            self._looking = False
-            if not isinstance(result, tuple):
-                self._directory_lost = f"{self._directory.path}: {_said(result)}"
-                return
-            lost, unlinked, foreign_bytes = result
-            if lost != self._directory_lost:
-                log.warning("%s", lost or f"{self._directory.path} is back")
-            self._directory_lost = lost
-            if foreign_bytes is not None:
-                self._catalog.foreign_bytes = foreign_bytes
-            self._give_up_slabs(unlinked)
+        self._worker.run(look, self._looked)
 
-        self._job(look, looked)
-
-    def _give_up_slabs(self, unlinked: list[int]) -> None:
-        """Slabs whose file was removed by somebody: their bytes are still taken, and nothing there would survive."""
-        if self._closing:
+    def _looked(self, look: _Look | Failure) -> None:
+        self._looking = False
+        lost = look.lost if isinstance(look, _Look) else f"{self._directory.path}: {_said(look)}"
+        if lost != self._directory_lost:
+            log.warning("%s", f"stores are refused for now: {lost}" if lost else f"{self._directory.path} is back")
+        self._directory_lost = lost
+        if self._closing or not isinstance(look, _Look):
             return
-        for number in unlinked:
-            slab = self._catalog.slabs.get(number)
-            if slab is not None and slab.idle and not self._directory.is_linked(slab.fd):
-                log.warning(
-                    "%s: the file of slab %d was removed; its chunks are forgotten", self._directory.path, number
-                )
+        if not look.has_index:
+            self._journal.file_is_gone()
+        if look.foreign_bytes is not None:
+            self._catalog.foreign_bytes = look.foreign_bytes
+        for slab in list(self._catalog.slabs.values()):
+            # Its bytes are still taken, and nothing there would survive.
+            if slab.fd in look.unlinked_fds and slab.idle:
+                log.warning("%s: the file of slab %d was removed", self._directory.path, slab.number)
                 self._retire(slab, self._pump_all)
-        while (coldest := self._catalog.slab_to_shrink_by()) is not None:
+        if (coldest := self._catalog.slab_to_shrink_by()) is not None:
+            # One at a time: its bytes are charged until it is gone, and the next look sees what is still too much.
             self._retire(coldest, self._pump_all)
-            break  # its bytes are charged until it is gone; the next tick sees what is still too much
 
     # Scrub
 
@@ -1246,7 +1122,7 @@ class FsTier:
 
     async def _ask(self, job: Callable[[], T]) -> T:
         answer: asyncio.Future[T | Failure] = self._loop.create_future()
-        self._job(job, lambda result: None if answer.done() else answer.set_result(result))
+        self._worker.run(job, lambda result: None if answer.done() else answer.set_result(result))
         result = await answer
         if isinstance(result, Exception):
             raise result
@@ -1279,11 +1155,3 @@ def _why_not(entry: Entry, done: IoDone) -> str | None:
 
 def _said(error: Failure) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
-
-
-def _ignore(_: object) -> None:
-    pass
-
-
-def _ignore_nothing() -> None:
-    pass

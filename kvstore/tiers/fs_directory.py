@@ -141,11 +141,7 @@ class FsDirectory:
             if not path.exists():
                 path.mkdir(mode=0o700)
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            lock_fd = os.open(fs_paths.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=fd)
-            try:
-                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DirectoryInUse(f"another daemon uses {path}; stop it, or choose another --fs-dir") from None
+            lock_fd = _lock(fd, path)
             direct = probe(fd)
             directory = cls(path, fd, lock_fd, direct=direct, step=step)
             directory._prepare()
@@ -198,6 +194,40 @@ class FsDirectory:
         if lock.st_ino != os.fstat(self._lock_fd).st_ino:
             return f"{self.path / fs_paths.LOCK} was replaced"
         return None
+
+    def take_back(self, opening: Opening, slab_fds: dict[int, int]) -> None:
+        """After `lost`: when it was removed, whole or in part, and is there again, what it must have is put back.
+
+        A directory that was moved or unmounted is only waited for: what is at the path then is somebody else's.
+        OSError, DirectoryInUse.
+        """
+        ours = os.fstat(self._fd)
+        found = os.stat(self.path)
+        if not os.path.samestat(ours, found) and ours.st_nlink > 0:
+            return
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            lock_fd = _lock(fd, self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        _close_all(self._fd, self._lock_fd)
+        self._fd, self._lock_fd = fd, lock_fd
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(fs_paths.NAMESPACES, 0o700, dir_fd=self._fd)
+        for name in self._names():
+            number = fs_paths.slab_number(name)
+            if number is not None and not self._is_file_of(name, slab_fds.get(number)):
+                self._unlink(name)
+        self.write_small(fs_paths.STATE, opening.encode())
+
+    def _is_file_of(self, name: str, fd: int | None) -> bool:
+        return fd is not None and os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=self._fd, follow_symlinks=False))
+
+    def keep_tenant_key(self) -> None:
+        """Puts the file back when it was removed: without it the next start would find everything foreign."""
+        if self.read_small(fs_paths.TENANT_KEY) != self.tenant_key:
+            self.write_small(fs_paths.TENANT_KEY, self.tenant_key)
 
     @property
     def index_path(self) -> Path:
@@ -493,6 +523,20 @@ class FsDirectory:
         """What is a directory where a file should be is not ours to remove: OSError."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
+
+
+def _lock(directory_fd: int, path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    lock_fd = os.open(fs_paths.LOCK, flags, 0o600, dir_fd=directory_fd)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock_fd)
+        raise DirectoryInUse(f"another daemon uses {path}; stop it, or choose another --fs-dir") from None
+    except OSError:
+        os.close(lock_fd)
+        raise
+    return lock_fd
 
 
 def _close_all(*descriptors: int) -> None:

@@ -13,6 +13,7 @@ chunk the highest sequence wins, and the others are zeroed. What it found is not
 """
 
 import logging
+import os
 import secrets
 import select
 import threading
@@ -63,9 +64,17 @@ class Recovery:
 
     def run(self) -> Recovered:
         """OSError, or Cancelled."""
+        catalog = Catalog(self.cap_bytes, slab_bytes=self.slab_bytes)
+        try:
+            return self._run(catalog)
+        except BaseException:
+            for slab in catalog.slabs.values():
+                os.close(slab.fd)
+            raise
+
+    def _run(self, catalog: Catalog) -> Recovered:
         previous = self.directory.opening()
         opening = Opening(secrets.token_bytes(16), boot_id(), clean=False)
-        catalog = Catalog(self.cap_bytes, slab_bytes=self.slab_bytes)
         for file in self.directory.slabs():
             header = file.header
             catalog.add_slab(header.slab, file.fd, header.epoch, header.slot_bytes, header.slot_count, fresh=False)
@@ -77,14 +86,13 @@ class Recovery:
         self.step("opening written")
         if loaded is None:
             sequence = self._rebuild(catalog) + SEQUENCE_GAP
-        else:
+        elif previous is not None and previous.clean:
             sequence = loaded
-            if previous is None or not previous.clean:
-                sequence += SEQUENCE_GAP
-                self._sweep(catalog)
-            else:
-                for place in _unheld(catalog):
-                    catalog.free(place)
+            for place in _unheld(catalog):
+                catalog.free(place)
+        else:
+            sequence = loaded + SEQUENCE_GAP
+            self._sweep(catalog)
         index = self._open_index(catalog, opening, sequence, loaded=loaded is not None)
         return Recovered(catalog, index, opening, sequence, rebuilt=loaded is None)
 

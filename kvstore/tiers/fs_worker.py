@@ -21,8 +21,12 @@ _Job = Callable[[], Callable[[], None]]  # runs in the thread; what it returns r
 
 
 class Worker:
-    def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
+    """`after_each` is called on the loop after every job's `then`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str, after_each: Callable[[], None]) -> None:
+        self.outstanding = 0  # jobs whose `then` has not run yet
         self._loop = loop
+        self._after_each = after_each
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -30,13 +34,19 @@ class Worker:
     def run(self, job: Callable[[], T], then: Callable[[T | Failure], None]) -> None:
         """`then` gets the job's result, or the failure that it raised."""
 
+        def report(result: T | Failure) -> None:
+            self.outstanding -= 1
+            then(result)
+            self._after_each()
+
         def work() -> Callable[[], None]:
             try:
                 result: T | Failure = job()
             except (OSError, KVStoreError) as error:
                 result = error
-            return lambda: then(result)
+            return lambda: report(result)
 
+        self.outstanding += 1
         self._jobs.put(work)
 
     def _run(self) -> None:
