@@ -32,6 +32,7 @@ Bounds: `queue_max` writes and as many reads are waiting or running, more are re
 """
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import logging
@@ -996,9 +997,11 @@ class FsTier:
 
         def look() -> _Look:
             directory = self._directory
-            if (lost := directory.lost()) is not None:
-                directory.take_back(self._opening, fds)
-                lost = directory.lost()
+            if directory.lost() is not None:
+                # Still nowhere to be found: `lost` says so, and there is another look.
+                with contextlib.suppress(OSError):
+                    directory.take_back(self._opening, fds)
+            lost = directory.lost()
             if lost is None:
                 directory.keep_tenant_key()
             return _Look(

@@ -158,7 +158,8 @@ class Journal:
     # A new index
 
     def failed(self, error: Failure) -> None:
-        log.error("%s: the index cannot be written: %s; making a new one", self._directory.path, error)
+        if self._complete:
+            log.error("%s: the index cannot be written: %s; making a new one", self._directory.path, error)
         self._complete = False
         self._retry_at_s = self._loop.time() + RETRY_S
 
