@@ -17,6 +17,7 @@ _SYSCALL = {"x86_64": 323, "aarch64": 282}
 _API = 0xC018AA3F
 _REGISTER = 0xC020AA00
 _MODE_MISSING = 1
+_KEPT: list[mmap.mmap] = []  # never unmapped: whoever hung may touch the memory when it is let go
 
 
 class HangingMemory:
@@ -30,6 +31,14 @@ class HangingMemory:
             pytest.skip(f"userfaultfd: {os.strerror(ctypes.get_errno())}")
         fcntl.ioctl(self._fd, _API, bytearray(struct.pack("<QQQ", 0xAA, 0, 0)))
         fcntl.ioctl(self._fd, _REGISTER, bytearray(struct.pack("<QQQQ", self.address, nbytes, _MODE_MISSING, 0)))
+
+        _KEPT.append(self._map)
+
+    def __enter__(self) -> "HangingMemory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.let_go()
 
     def let_go(self) -> None:
         """Every access that hangs goes on, as if the memory had never been special."""

@@ -180,7 +180,7 @@ class _Write:
     done: WriteDone
     released: Released
     deadline_s: float
-    is_retry: bool = False
+    failed_at: Place | None = None  # the slot of the first attempt, when this is the second
     told: bool = False
     # Once it runs:
     place: Place | None = None
@@ -260,6 +260,7 @@ class FsTier:
         self._no_growth_until_s = 0.0
         self._ticks = 0
         self._tick_timer: asyncio.TimerHandle | None = None
+        self._shrinking = False
         self._looking = False  # the worker looks at the directory for the tick
         self._quiet: asyncio.Future[None] | None = None
         self._scrub_task: asyncio.Task[None] | None = None
@@ -467,7 +468,7 @@ class FsTier:
     def _pump(self, queue: _Queue) -> None:
         """Gives slots to waiting writes, and sees to it that enough more are coming."""
         catalog = self._catalog
-        while queue.waiting and (place := catalog.take_free(self._class_of(queue))) is not None:
+        while queue.waiting and (place := self._take_for_first(queue)) is not None:
             self._start_write(queue.waiting.popleft(), place)
         while len(queue.waiting) > queue.coming and not queue.preparing:
             may_grow = self._clock() >= self._no_growth_until_s
@@ -487,6 +488,18 @@ class FsTier:
                     return
                 case never:
                     assert_never(never)
+
+    def _take_for_first(self, queue: _Queue) -> Place | None:
+        """A free slot for the write at the head; one where it failed before only if no other is coming."""
+        size_class = self._class_of(queue)
+        place = self._catalog.take_free(size_class)
+        if place is None or place != queue.waiting[0].failed_at:
+            return place
+        other = self._catalog.take_free(size_class)
+        if other is None and not queue.coming:
+            return place
+        self._catalog.free(place, place.slab.ghosts.get(place.slot, frozenset()))
+        return other
 
     def _class_of(self, queue: _Queue) -> SizeClass:
         return self._catalog.class_of(queue.slot_bytes)
@@ -562,12 +575,12 @@ class FsTier:
             removal, write.watched_by = write.watched_by, None
             if error:
                 self._hand_over(removal, place, headers)
-                self._write_went_wrong(write, error)
+                self._write_went_wrong(write, place, error)
                 return
             self._one_less(removal)
         if error:
             self._catalog.free(place, headers)
-            self._write_went_wrong(write, error)
+            self._write_went_wrong(write, place, error)
         elif write.told:
             self._catalog.free(place, headers)  # nobody waits for it, and it was said not to be stored
             self._end_write(write, WriteOutcome.LATE)
@@ -579,7 +592,7 @@ class FsTier:
             self._end_write(write, WriteOutcome.STORED)
         self._pump(self._queues[write.slot_bytes])
 
-    def _write_went_wrong(self, write: _Write, error: int) -> None:
+    def _write_went_wrong(self, write: _Write, place: Place, error: int) -> None:
         queue = self._queues[write.slot_bytes]
         if write.told or error == errno.ETIMEDOUT:
             self._write_failed(f"writing took longer than {self._options.io_deadline_ms} ms")
@@ -587,9 +600,9 @@ class FsTier:
             self._end_write(write, WriteOutcome.LATE)
         elif error == errno.ECANCELED or self._closing:
             self._end_write(write, WriteOutcome.ABORTED)
-        elif not write.is_retry:
+        elif write.failed_at is None:
             self._counters.io_errors += 1
-            write.is_retry = True
+            write.failed_at = place
             queue.waiting.appendleft(write)
             victim = next(self._catalog.evictable(self._class_of(queue)), None)
             if victim is not None:
@@ -1030,9 +1043,18 @@ class FsTier:
             if slab.fd in look.unlinked_fds and slab.idle:
                 log.warning("%s: the file of slab %d was removed", self._directory.path, slab.number)
                 self._retire(slab, self._pump_all)
-        if (coldest := self._catalog.slab_to_shrink_by()) is not None:
-            # One at a time: its bytes are charged until it is gone, and the next look sees what is still too much.
-            self._retire(coldest, self._pump_all)
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """When others have taken some of the space: one slab at a time, for its bytes are charged until it is gone."""
+        if not self._shrinking and (coldest := self._catalog.slab_to_shrink_by()) is not None:
+            self._shrinking = True
+            self._retire(coldest, self._shrunk)
+
+    def _shrunk(self) -> None:
+        self._shrinking = False
+        self._shrink()
+        self._pump_all()
 
     # Scrub
 

@@ -12,7 +12,8 @@ Invariants, checked by `problems`:
 * free + taken + held + quarantined == slot count, in every slab.
 * A chunk is held at most once, and lies in the slots' class that its length asks for.
 * A slot with a reader is never taken: it is neither evicted nor rewritten.
-* `charged_bytes` never exceeds the cap but while a start with a smaller cap has not shrunk yet.
+* `charged_bytes` exceeds the cap only while the tier shrinks: after a start with a smaller cap, or when files of others
+  have grown.
 * A slot that is not held may still bear a valid header only of the chunks that `ghosts` names for it.
 
 Memory: about 400 bytes for each chunk held.
@@ -61,7 +62,7 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class SizeClass:
     """All slabs whose slots have one size. `lru`: oldest first. `free`: first in, first out."""
 
@@ -72,7 +73,7 @@ class SizeClass:
     fresh: deque["Slab"] = field(default_factory=deque)  # with slots that were never used; those go first
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Slab:
     number: int
     fd: int

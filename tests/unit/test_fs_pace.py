@@ -55,10 +55,10 @@ def test_a_scrub_keeps_to_its_rate_and_does_not_catch_up() -> None:
 
     async def run() -> None:
         nonlocal now
-        async for item in paced(range(6), lambda _: 100, bytes_per_s=1000, clock=lambda: now, sleep=sleep):
+        pace = paced(range(6), lambda _: 100, bytes_per_s=1000, clock=lambda: now, sleep=sleep)
+        async for item in pace:
             seen.append(round(now, 3))
-            if item == 2:
-                now += 5.0  # held up
+            now += 5.0 if item == 2 else 0.0  # held up once
 
     asyncio.run(run())
     assert seen == [0.0, 0.1, 0.2, 5.3, 5.4, 5.5]

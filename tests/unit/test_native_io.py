@@ -46,11 +46,9 @@ def fd(tmp_path: Path) -> Iterator[int]:
 
 
 @pytest.fixture
-def hanging(pool: Pool) -> Iterator[HangingMemory]:
-    memory = HangingMemory(8192)
-    pool.pool.add_region(memory.address, memory.nbytes)
-    yield memory
-    memory.let_go()
+def hanging() -> Iterator[HangingMemory]:
+    with HangingMemory(8192) as memory:
+        yield memory
 
 
 def test_head_and_payload_lie_side_by_side_with_their_checksums(pool: Pool, fd: int) -> None:
@@ -130,6 +128,7 @@ def test_what_cannot_be_right_is_refused(
 def test_a_request_that_hangs_is_reported_late_and_again_when_it_returns(
     pool: Pool, fd: int, hanging: HangingMemory, way: str
 ) -> None:
+    pool.pool.add_region(hanging.address, hanging.nbytes)
     os.ftruncate(fd, 1 << 20)
     getattr(pool.pool, way)(1, fd, 0, hanging.address, hanging.nbytes, deadline_ms=20)
     (late,) = pool.next()
@@ -142,9 +141,10 @@ def test_a_request_that_hangs_is_reported_late_and_again_when_it_returns(
     assert (done.request, done.error, done.late) == (1, 0, False)
 
 
-def test_a_request_that_waits_past_its_deadline_is_cancelled_and_its_memory_free(fd: int) -> None:
+def test_a_request_that_waits_past_its_deadline_is_cancelled_and_its_memory_free(
+    fd: int, hanging: HangingMemory
+) -> None:
     pool = Pool(1, 1)
-    hanging = HangingMemory(8192)
     pool.pool.add_region(hanging.address, hanging.nbytes)
     os.ftruncate(fd, 1 << 20)
     pool.pool.read(1, fd, 0, hanging.address, hanging.nbytes)
@@ -157,9 +157,8 @@ def test_a_request_that_waits_past_its_deadline_is_cancelled_and_its_memory_free
     assert pool.pool.close(WAIT_S)
 
 
-def test_a_write_waits_for_reads_but_not_for_ever(fd: int) -> None:
+def test_a_write_waits_for_reads_but_not_for_ever(fd: int, hanging: HangingMemory) -> None:
     pool = Pool(1, 1)
-    hanging = HangingMemory(8192)
     pool.pool.add_region(hanging.address, hanging.nbytes)
     os.ftruncate(fd, 1 << 20)
     pool.pool.read(1, fd, 0, hanging.address, hanging.nbytes)
