@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import random
@@ -477,16 +478,46 @@ def test_a_removal_covers_what_was_only_evicted(tmp_path: Path) -> None:
     """An eviction leaves the header; a removal of its tenant must not, or a rebuild would bring the chunk back."""
 
     async def scenario() -> None:
-        async with fs_bench(tmp_path) as bench:
+        async with fs_bench(tmp_path / "fs") as bench:
             await store(bench, range(10), tenant=1)
             queue = bench.tier._queues[slot_bytes_for(CHUNK_BYTES)]
             for number in range(5):
                 bench.tier._evict(bench.entry(chunk_id(number, tenant=1)), queue)
             assert (await bench.remove(Scope(tenant=chunk_id(0, tenant=1).tenant))).chunks == 5
-            await store(bench, range(3))
-        (tmp_path / fs_paths.INDEX).unlink()
-        async with fs_bench(tmp_path) as bench:
-            assert {chunk.tenant for chunk, _ in bench.tier.chunks()} == {chunk_id(0).tenant}
+            shutil.copytree(tmp_path / "fs", tmp_path / "killed")
+        (tmp_path / "killed" / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path / "killed") as bench:
+            assert list(bench.tier.chunks()) == []
+
+    run(scenario)
+
+
+def test_a_removal_covers_what_a_failing_write_was_to_overwrite(tmp_path: Path, hanging: HangingMemory) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path / "fs", options(slab_bytes=1)) as bench:  # one slot a slab
+            await store(bench, range(1), tenant=1)
+            fd, offset = bench.offset(chunk_id(0, tenant=1))
+            old_header = FsDirectory.read_block(fd, offset)
+            bench.tier._catalog.foreign_bytes = bench.tier._catalog.cap_bytes  # so its slot is taken
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            memory = Memory(hanging.address, CHUNK_BYTES)
+            write = asyncio.ensure_future(outcome_of(bench.tier.write, chunk_id(5), memory))
+            await until(lambda: bool(bench.tier._running), "the write to run")
+            removal = asyncio.ensure_future(bench.remove(Scope(tenant=chunk_id(0, tenant=1).tenant)))
+            await until(lambda: bool(bench.tier._removals) and bench.tier._removals[0].has_ghosts, "the removal")
+            returned = bench.tier._write_returned
+
+            def fail(failing: Any, _error: int) -> None:
+                FsDirectory.write_block(fd, offset, old_header)  # as if nothing had been written
+                bench.tier._write_returned = returned  # type: ignore[method-assign]
+                returned(failing, errno.EIO)
+
+            bench.tier._write_returned = fail  # type: ignore[method-assign]
+            bench.tier._catalog.foreign_bytes = 0
+            hanging.let_go()
+            assert await write is WriteOutcome.STORED
+            assert (await removal).failed is None
+            assert FsDirectory.read_block(fd, offset) != old_header
 
     run(scenario)
 
