@@ -439,6 +439,7 @@ class FsTier:
     # Writing
 
     def write(self, chunk: ChunkId, memory: Memory, done: WriteDone, released: Released) -> None:
+        _check_aligned(memory)
         slot_bytes = slot_bytes_for(memory.nbytes)
         deadline_s = self._clock() + self._options.io_deadline_ms / 1000
         write = _Write(chunk, memory, slot_bytes, done, released, deadline_s)
@@ -641,6 +642,7 @@ class FsTier:
     # Reading
 
     def read(self, chunk: ChunkId, memory: Memory, done: ReadDone, released: Released) -> None:
+        _check_aligned(memory)
         entry = self._catalog.entries.get(chunk)
         refusal: ReadOutcome | None = None
         if entry is None or self._closing:
@@ -798,19 +800,23 @@ class FsTier:
         number = catalog.free_slab_number()
         slot_bytes = queue.slot_bytes
         cost = catalog.cost_of(slot_bytes, slot_count)
-        slots_then = max(catalog.index_slot_count, catalog.slot_count + slot_count)
+        index_slots = catalog.index_slots_with(slot_count)
         header = SlabHeader(number, secrets.randbits(63), slot_bytes, slot_count, self._directory.directory_id)
         catalog.barred_numbers.add(number)
         catalog.reserved_bytes += cost
+        catalog.pending_slot_count += slot_count
         queue.preparing = True
 
         def grow() -> int:
-            self._journal.grow_in_worker(slots_then)
+            self._journal.grow_in_worker(index_slots)
             return self._directory.create_slab(header, slab_charge(slot_bytes, slot_count))
 
         def grown(result: int | Failure) -> None:
             catalog.reserved_bytes -= cost
+            catalog.pending_slot_count -= slot_count
             catalog.barred_numbers.discard(number)
+            # Also when the slab failed: the index may have grown before.
+            catalog.index_slot_count = max(catalog.index_slot_count, index_slots)
             if isinstance(result, int):
                 catalog.add_slab(number, result, header.epoch, slot_bytes, slot_count, fresh=True)
                 queue.growth_error = None
@@ -818,8 +824,6 @@ class FsTier:
                 self._no_growth_until_s = 0.0
             else:
                 log.warning("%s: a slab of %d bytes: %s", self._directory.path, header.file_bytes, _said(result))
-                # The index may have grown before the slab failed: it stays that large.
-                catalog.index_slot_count = slots_then
                 queue.growth_error = f"making room: {_said(result)}"
                 self._no_growth_until_s = self._clock() + GROWTH_RETRY_S
                 if isinstance(result, IndexUnusable):
@@ -1176,6 +1180,11 @@ def _why_not(entry: Entry, done: IoDone) -> str | None:
     if header.payload_checksum != done.checksum:
         return "its payload does not have the checksum in its header"
     return None
+
+
+def _check_aligned(memory: Memory) -> None:
+    if memory.address % BLOCK_BYTES or memory.nbytes <= 0:
+        raise ValueError(f"{memory.nbytes} bytes at {memory.address:#x}: at least 1, at a multiple of {BLOCK_BYTES}")
 
 
 def _said(error: Failure) -> str:

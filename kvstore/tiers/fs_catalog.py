@@ -165,6 +165,7 @@ class Catalog:
         self.tick = 0
         self.reserved_bytes = 0  # of slabs being made or removed
         self.barred_numbers: set[int] = set()  # of slabs being made, or whose file could not be removed
+        self.pending_slot_count = 0  # of slabs being made
         self.index_slot_count = 0  # for which the index file is sized; it never shrinks while it is open
         self.used_bytes = 0
         self._slabs_bytes = 0
@@ -192,10 +193,13 @@ class Catalog:
     def slot_count(self) -> int:
         return self._slot_count
 
+    def index_slots_with(self, slot_count: int) -> int:
+        """For how many slots the index must have room when so many more are made beside those already under way."""
+        return max(self.index_slot_count, self._slot_count + self.pending_slot_count + slot_count)
+
     def cost_of(self, slot_bytes: int, slot_count: int) -> int:
         """What a further slab would add, the index's growth included."""
-        slots_then = max(self.index_slot_count, self._slot_count + slot_count)
-        index_growth = index_bytes_for(slots_then) - index_bytes_for(self.index_slot_count)
+        index_growth = index_bytes_for(self.index_slots_with(slot_count)) - index_bytes_for(self.index_slots_with(0))
         return slab_charge(slot_bytes, slot_count) + index_growth
 
     def slots_that_fit(self, slot_bytes: int) -> int:

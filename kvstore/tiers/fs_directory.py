@@ -421,10 +421,11 @@ class FsDirectory:
         """Preallocated, with its header, durable. OSError with nothing left behind; the descriptor otherwise."""
         name = fs_paths.slab(header.slab)
         temporary = fs_paths.temporary(name)
-        fd = os.open(temporary, self._slab_flags() | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
+        fd = -1
         try:
-            os.posix_fallocate(fd, 0, header.file_bytes)
+            self._allocate(temporary, header.file_bytes)
             self._step("slab allocated")
+            fd = os.open(temporary, self._slab_flags(), dir_fd=self._fd)
             taken = os.fstat(fd).st_blocks * _BLOCK_UNIT
             if taken > charge_bytes:
                 raise OSError(errno.ENOSPC, f"{header.file_bytes} bytes take {taken}, more than {charge_bytes}")
@@ -434,11 +435,19 @@ class FsDirectory:
             os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             self.sync_names()
         except BaseException:
-            os.close(fd)
+            _close_all(fd)
             self._unlink(temporary)
             self._unlink(name)
             raise
         return fd
+
+    def _allocate(self, name: str, nbytes: int) -> None:
+        # Not through a descriptor with O_DIRECT: where a filesystem cannot allocate, single bytes are written instead.
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        finally:
+            os.close(fd)
 
     def forget_slab(self, fd: int, header: SlabHeader) -> None:
         """Gives the slab another epoch, durably: no slot in it counts any more."""

@@ -13,13 +13,13 @@ One record b"m": version, complete, sequence, chunks, payload bytes, opening, di
 counts, or the file is unusable.
 """
 
-import json
 import os
 import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +33,7 @@ VERSION = 1
 OPERATIONS_PER_COMMIT_MAX = 256  # `fs_catalog.index_bytes_for` counts on it
 CHECK_SECONDS_MIN = 20.0
 CHECK_BYTES_PER_S = 50e6  # a walk slower than this is taken for a hang
+_LOOK_AGAIN_S = 0.05
 
 _META_KEY = b"m"
 _CHUNK_PREFIX = b"c"
@@ -143,22 +144,34 @@ def _walk(txn: lmdb.Transaction) -> Iterator[Record]:
             yield _record(bytes(key), bytes(value))
 
 
-def check(path: Path, *, timeout_s: float | None = None) -> None:
-    """Has a child process read the file. IndexUnusable for whatever becomes of it."""
+def check(path: Path, *, timeout_s: float | None = None, cancelled: Callable[[], bool] = lambda: False) -> None:
+    """Has a child process read the file. IndexUnusable for whatever becomes of it, also when it is cancelled."""
     try:
         nbytes = path.stat().st_size
     except OSError as error:
         raise IndexUnusable(str(error)) from error
-    timeout_s = timeout_s or CHECK_SECONDS_MIN + nbytes / CHECK_BYTES_PER_S
+    if timeout_s is None:
+        timeout_s = CHECK_SECONDS_MIN + nbytes / CHECK_BYTES_PER_S
     command = [sys.executable, "-m", __name__, str(path), str(int(timeout_s) + 1)]
     try:
-        child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+    except OSError as error:
         raise IndexUnusable(f"the process that was to read it: {error}") from error
+    with child:
+        ends_s = time.monotonic() + timeout_s
+        said: list[str] = []
+        while child.returncode is None:
+            try:
+                said = child.communicate(timeout=_LOOK_AGAIN_S)[1].strip().splitlines()
+            except subprocess.TimeoutExpired:
+                if cancelled() or time.monotonic() >= ends_s:
+                    child.kill()
+                    raise IndexUnusable(f"reading it took longer than {timeout_s:.0f} s, or was cancelled") from None
     if child.returncode < 0:
         raise IndexUnusable(f"reading it killed the process, signal {-child.returncode}")
     if child.returncode != 0:
-        said = child.stderr.decode(errors="replace").strip().splitlines()
         raise IndexUnusable(said[-1] if said else f"reading it ended with {child.returncode}")
 
 
@@ -169,6 +182,7 @@ class Index:
         """Opens, or makes the file when there is none. `meta` replaces what the file says of itself."""
         self._path = path
         self._meta = meta
+        self._nbytes = nbytes
         self._env: lmdb.Environment | None = None
         try:
             self._env = lmdb.open(
@@ -196,11 +210,14 @@ class Index:
 
     def grow(self, nbytes: int) -> None:
         """OSError when there is no space; the file is then as usable as before."""
+        if nbytes <= self._nbytes:
+            return
         self._reserve(nbytes)
         try:
             self._opened().set_mapsize(nbytes)
         except lmdb.Error as error:
             raise IndexUnusable(str(error)) from error
+        self._nbytes = nbytes
 
     def commit(self, changes: Changes, sequence: int, *, complete: bool = True) -> None:
         waiting = list(changes.items())
@@ -252,11 +269,10 @@ class Index:
 def _main(path: str, seconds: str) -> int:
     signal.alarm(int(seconds))  # nobody waits for it longer; it must not outlive its parent by more
     try:
-        meta, _ = read(Path(path))
+        read(Path(path))
     except IndexUnusable as error:
         print(error, file=sys.stderr)
         return 1
-    print(json.dumps({"chunks": meta.chunks, "payload_bytes": meta.payload_bytes}))
     return 0
 
 

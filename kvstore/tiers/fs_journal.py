@@ -185,7 +185,7 @@ class Journal:
             self._soon()
 
     def _make_in_worker_job(self) -> Callable[[], None]:
-        nbytes = index_bytes_for(self._catalog.index_slot_count)
+        nbytes = index_bytes_for(self._catalog.index_slots_with(0))
         meta = Meta(False, self._sequence, 0, 0, self._opening.opening, self._directory.directory_id)
 
         def make() -> None:

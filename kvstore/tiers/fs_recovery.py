@@ -109,7 +109,7 @@ class Recovery:
                 raise IndexUnusable(f"{STATE} is missing or damaged")
             if not previous.clean and previous.boot_id != boot_id():
                 raise IndexUnusable("the machine has started again since, without a clean stop of the daemon")
-            fs_index.check(self.directory.index_path)
+            fs_index.check(self.directory.index_path, cancelled=self.cancelled.is_set)
             self.step("index checked")
             meta, records = fs_index.read(self.directory.index_path)
             if meta.opening != previous.opening or meta.directory_id != self.directory.directory_id:
@@ -119,6 +119,8 @@ class Recovery:
                 # Slabs are gone: what the index says of them must go too, so it is written anew.
                 self.directory.remove_index()
         except IndexUnusable as error:
+            if self.cancelled.is_set():
+                raise Cancelled("the tier was closed while its index was read") from error
             if catalog.slabs:
                 log.warning("%s: the index cannot be used: %s; reading every slot's header", self.directory.path, error)
             return None

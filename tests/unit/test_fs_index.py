@@ -162,7 +162,14 @@ def test_a_child_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     path = tmp_path / "index.mdb"
     written(path)
     with pytest.raises(IndexUnusable):
-        check(path, timeout_s=0.001)
+        check(path, timeout_s=0.0)
+
+
+def test_a_child_whose_parent_closes_is_given_up(tmp_path: Path) -> None:
+    path = tmp_path / "index.mdb"
+    written(path)
+    with pytest.raises(IndexUnusable, match="cancelled"):
+        check(path, cancelled=lambda: True)
 
 
 def test_a_pickle_in_its_place_is_not_run(tmp_path: Path) -> None:
