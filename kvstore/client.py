@@ -18,10 +18,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Buffer
 
 from kvstore import _native
 from kvstore.config import default_endpoint
@@ -29,6 +29,9 @@ from kvstore.errors import BadKey, KVStoreError, LimitExceeded, NamespaceMismatc
 from kvstore.limits import HEARTBEAT_STALE_MS, KEY_BYTES_MAX, KEY_BYTES_MIN, KEYS_PER_CALL_MAX
 from kvstore.session import Attachment, Role, Session
 from kvstore.steps import Outcome, Ref, Steps
+
+if TYPE_CHECKING:  # of collections.abc from Python 3.12 on
+    from typing_extensions import Buffer
 
 COPY_THREADS = 2
 ATTACH_BACKOFF_MIN_S, ATTACH_BACKOFF_MAX_S = 0.05, 1.0
@@ -136,7 +139,7 @@ class StoreClient:
     def chunk_bytes(self) -> int:
         return self._attachment.chunk_bytes
 
-    def put(self, salt: str | None, chunks: Mapping[bytes, Buffer]) -> dict[bytes, PutOutcome]:
+    def put(self, salt: str | None, chunks: "Mapping[bytes, Buffer]") -> dict[bytes, PutOutcome]:
         """Store chunks for one tenant; the mapping's order is the prefix order, head first.
 
         WrongSize, BadKey, LimitExceeded, SaltRequired before anything is stored; Unavailable at any time.
@@ -169,7 +172,7 @@ class StoreClient:
             self._leave(connection)
 
     def get_into(
-        self, salt: str | None, buffers: Mapping[bytes, Buffer], timeout_s: float = 5.0
+        self, salt: str | None, buffers: "Mapping[bytes, Buffer]", timeout_s: float = 5.0
     ) -> dict[bytes, GetOutcome]:
         """Each chunk's bytes into its writable buffer of `chunk_bytes`, copied by several threads, no allocation."""
         del timeout_s
@@ -436,7 +439,7 @@ def _require_keys(keys: Sequence[bytes]) -> None:
             raise BadKey(f"key {shown}: a key is the engine's hash, {KEY_BYTES_MIN} to {KEY_BYTES_MAX} bytes")
 
 
-def _bytes_of(key: bytes, buffer: Buffer, chunk_bytes: int, *, writable: bool) -> NDArray[np.uint8]:
+def _bytes_of(key: bytes, buffer: "Buffer", chunk_bytes: int, *, writable: bool) -> NDArray[np.uint8]:
     """The buffer's memory, not a copy. WrongSize."""
     view = memoryview(buffer)
     if view.nbytes != chunk_bytes or not view.contiguous or (writable and view.readonly):

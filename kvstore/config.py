@@ -11,10 +11,12 @@ import re
 import stat
 import tempfile
 import tomllib
+import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 from kvstore.errors import ConfigurationError
 from kvstore.limits import SOCKET_PATH_BYTES_MAX
@@ -79,7 +81,7 @@ def serve_config(
         assert name in _SETTINGS, f"flag {name!r} is in no table"
         given[name] = (_flag(name), value)
 
-    values: dict[str, object] = {name: default for name, (_, default) in _SETTINGS.items()}
+    values: dict[str, Any] = {name: default for name, (_, default) in _SETTINGS.items()}
     for name, (source, value) in given.items():
         parse, _ = _SETTINGS[name]
         try:
@@ -142,6 +144,11 @@ def endpoint_paths(endpoint: str) -> tuple[Path, Path]:
     require_socket_path(grpc_path)
     require_socket_path(arena_path)
     return grpc_path, arena_path
+
+
+def grpc_target(path: Path) -> str:
+    """gRPC reads an address as a URI, so a path with `%` or `?` in it must be quoted."""
+    return f"unix:{urllib.parse.quote(os.fspath(path))}"
 
 
 def require_socket_path(path: Path) -> None:
@@ -215,24 +222,20 @@ _SETTINGS: dict[str, tuple[Callable[[object], object], object]] = {
 }
 
 
-def _checked(values: dict[str, object], environment: Mapping[str, str]) -> ServeConfig:
+def _checked(values: dict[str, Any], environment: Mapping[str, str]) -> ServeConfig:
     """The rules between settings."""
-    seed = values["hash_seed"] if values["hash_seed"] is not None else environment.get("PYTHONHASHSEED")
-    assert seed is None or isinstance(seed, str)
+    seed: str | None = values["hash_seed"] or environment.get("PYTHONHASHSEED")
     if problem := seed_problem(seed):
         raise ConfigurationError(f"{problem} (or give the daemon --hash-seed)")
-    assert seed is not None
+    assert seed is not None, "a missing seed is a problem"
 
     cpu_bytes = values["cpu_bytes"]
     if cpu_bytes is None:
         raise ConfigurationError("the size of the cpu tier is not given; say for example --cpu-bytes 64GiB")
-    assert isinstance(cpu_bytes, int)
     if cpu_bytes < ARENA_BYTES_MIN:
         raise ConfigurationError(f"--cpu-bytes is {cpu_bytes}, less than the {ARENA_BYTES_MIN} that hold anything")
 
     allow_uids, socket_mode = values["allow_uid"], values["socket_mode"]
-    assert isinstance(allow_uids, frozenset)
-    assert isinstance(socket_mode, int)
     if allow_uids and socket_mode != 0o660:
         raise ConfigurationError(
             f"--allow-uid {','.join(map(str, sorted(allow_uids)))} needs sockets that a shared group can open, and "
@@ -241,12 +244,12 @@ def _checked(values: dict[str, object], environment: Mapping[str, str]) -> Serve
 
     runtime_dir = values["runtime_dir"] or default_runtime_dir(environment).absolute()
     config = ServeConfig(
-        runtime_dir=runtime_dir,  # type: ignore[arg-type]
+        runtime_dir=runtime_dir,
         cpu_bytes=cpu_bytes,
-        index_bytes=values["index_bytes"],  # type: ignore[arg-type]
+        index_bytes=values["index_bytes"],
         hash_seed=seed,
-        require_cache_salt=values["require_cache_salt"],  # type: ignore[arg-type]
-        metrics_listen=values["metrics_listen"],  # type: ignore[arg-type]
+        require_cache_salt=values["require_cache_salt"],
+        metrics_listen=values["metrics_listen"],
         allow_uids=allow_uids,
         socket_mode=socket_mode,
     )

@@ -32,7 +32,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.attach import ArenaSocket
-from kvstore.config import ServeConfig
+from kvstore.config import ServeConfig, grpc_target
 from kvstore.errors import ConfigurationError
 from kvstore.limits import HEARTBEAT_INTERVAL_MS, MESSAGE_BYTES_MAX
 from kvstore.metrics import DaemonCollector
@@ -139,7 +139,7 @@ async def _serve(config: ServeConfig, group: int | None, *, verify: bool) -> Non
     try:
         with _umask(0o177):
             try:
-                server.add_insecure_port(f"unix:{config.grpc_path}")
+                server.add_insecure_port(grpc_target(config.grpc_path))
                 await server.start()
                 arena_socket.listen(config.arena_path)
             except (OSError, RuntimeError) as error:
@@ -244,9 +244,8 @@ def _make_runtime_dir(path: Path, group: int | None) -> None:
             if not stat.S_ISDIR(found.st_mode):
                 raise ConfigurationError(f"--runtime-dir {path} is not a directory") from None
             _require_private(path, found)
-            if group is not None and found.st_gid != group:
-                os.chown(path, -1, group)
-                path.chmod(mode)
+            if group is not None:
+                _require_open_to(path, found, group)
         # Root may write anywhere but on a read-only file system, so ask by trying.
         with (path / LOCK_FILE).open("ab"):
             pass
@@ -263,6 +262,15 @@ def _require_private(path: Path, found: os.stat_result) -> None:
         raise ConfigurationError(
             f"--runtime-dir {path} has mode {stat.S_IMODE(found.st_mode):04o}, so other users could replace the "
             f"sockets; chmod 700 {path}, or name a directory in it that does not exist yet"
+        )
+
+
+def _require_open_to(path: Path, found: os.stat_result, group: int) -> None:
+    """An existing directory may be anybody's (`/run`), so its mode is the operator's to change."""
+    if not (found.st_mode & 0o001 or (found.st_gid == group and found.st_mode & 0o010)):
+        raise ConfigurationError(
+            f"--runtime-dir {path} has group {found.st_gid} and mode {stat.S_IMODE(found.st_mode):04o}, so the users "
+            f"of --allow-uid cannot reach the sockets; chgrp {group} {path} and chmod 710 {path}"
         )
 
 

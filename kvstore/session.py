@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import grpc
 
 from kvstore._native import Arena, Table
-from kvstore.config import endpoint_paths
+from kvstore.config import endpoint_paths, grpc_target
 from kvstore.errors import KVStoreError, NamespaceMismatch, NotAllowed, ProtocolError, Unavailable
 from kvstore.limits import MESSAGE_BYTES_MAX, TOKEN_METADATA_KEY
 from kvstore.namespace import canonical_json, seed_fingerprint, seed_problem
@@ -119,7 +119,7 @@ class Session:
                 sock.connect(os.fspath(arena_path))
                 hello = _expect(sock, Hello)[0]
                 assert isinstance(hello, Hello)
-                channel = grpc.insecure_channel(f"unix:{grpc_path}", options=_CHANNEL_OPTIONS)
+                channel = grpc.insecure_channel(grpc_target(grpc_path), options=_CHANNEL_OPTIONS)
                 undo.callback(channel.close)
                 metadata = ((TOKEN_METADATA_KEY, hello.token.hex()),)
                 reply = store_pb2_grpc.SessionsStub(channel).Attach(request, metadata=metadata, timeout=timeout_s)

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 import grpc
 
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.limits import GRANTS_IDLE_S, LEASE_MS, OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
+from kvstore.limits import GRANTS_IDLE_S, KEYS_PER_CALL_MAX, LEASE_MS, OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
 from kvstore.rpc.status import error_of
 from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
 from kvstore.session import GroupState, Session
 
 QUEUED_OPERATIONS_MAX = 16_384
-OUTCOMES_KEPT = 65_536  # of commits that nobody waits for, the newest so many
+OUTCOMES_KEPT = 2 * KEYS_PER_CALL_MAX  # of commits that nobody waits for, the newest so many
 RENEW_LEASES_S = LEASE_MS / 1000 / 3
 RECONNECT_BACKOFF_MIN_S, RECONNECT_BACKOFF_MAX_S = 0.01, 1.0
 CLOSE_TIMEOUT_S = 2.0
@@ -239,9 +239,17 @@ class Steps:
     def wait(self, tickets: Sequence[int], timeout_s: float) -> list[Outcome]:
         """The outcomes of these commits. Unavailable: the daemon went, or did not answer in time."""
         self._session.require_own_process()
+        settled = 0  # of the first tickets: most answers settle some, and the rest need not be looked at
+
+        def all_settled() -> bool:
+            nonlocal settled
+            while settled < len(tickets) and tickets[settled] in self._outcomes:
+                settled += 1
+            return settled == len(tickets)
+
         with self._lock:
             self._flush()
-            self._wait_until(lambda: all(ticket in self._outcomes for ticket in tickets), timeout_s, "commits")
+            self._wait_until(all_settled, timeout_s, "commits")
             return [self._outcomes.pop(ticket) for ticket in tickets]
 
     def wait_grants(self, count: int, timeout_s: float) -> list[Ref]:
@@ -303,7 +311,7 @@ class Steps:
         deadline_s = time.monotonic() + timeout_s
         while True:
             if self._failure is not None:
-                raise self._failure
+                raise type(self._failure)(str(self._failure))  # several threads may end here
             if happened():
                 return
             if self._closing:

@@ -91,6 +91,7 @@ class Group:
     document: str = ""  # as the processes brought it; "" until the first one does
     namespace: bytes = b""  # now; differs from the document's digest after a move to a fresh epoch
     chunk_bytes: int = 0
+    slot_bytes: int = 0  # chunk_bytes rounded up to its size class
     epoch: int = 0  # moves to a fresh namespace so far
     refused: str = ""
     sessions: set[Session] = field(default_factory=set)  # connected
@@ -209,7 +210,8 @@ class Store:
             group.document = request.namespace_document
             group.namespace = digest(request.namespace_document)
             group.chunk_bytes = request.chunk_bytes
-            self._size_classes.add(class_bytes(request.chunk_bytes))
+            group.slot_bytes = class_bytes(request.chunk_bytes)
+            self._size_classes.add(group.slot_bytes)
             self._keep_document(group.namespace, group.document)
         group.sessions.add(session)
         group.processes.add(session)
@@ -366,7 +368,7 @@ class Store:
     def problems(self) -> list[str]:
         """Every invariant that does not hold, a sentence each. Costs time in proportion to the table."""
         problems = list(self._index.problems())
-        granted = sum(class_bytes(group.chunk_bytes) * len(group.granted) for group in self._groups.values())
+        granted = sum(group.slot_bytes * len(group.granted) for group in self._groups.values())
         index_granted = self._index.stats()["granted_bytes"]
         if not granted == self._granted_bytes == index_granted:
             problems.append(
@@ -472,7 +474,7 @@ class Store:
                 group.processes.discard(session)
                 self._sessions.pop(session.token, None)
         if not group.processes:
-            self._granted_bytes -= len(group.granted) * class_bytes(group.chunk_bytes)
+            self._granted_bytes -= len(group.granted) * group.slot_bytes
             group.granted.clear()
             self._index.end_group(group.number)
             self._groups.pop(group.name, None)
@@ -516,7 +518,7 @@ class Store:
         """Up to `wanted` grants, and why there are fewer."""
         if group.refused or not group.complete():
             return [], store_pb2.OUTCOME_NOT_GRANTED
-        size = class_bytes(group.chunk_bytes)
+        size = group.slot_bytes
         arena_bytes = self._tier.arena_bytes
         group_max = max(limits.GRANTS_PER_GROUP_MIN, arena_bytes // GRANTED_SHARE_PER_GROUP // size)
         room = min(
@@ -574,7 +576,7 @@ class Store:
 
     def _no_longer_granted(self, group: Group, slot: int) -> None:
         del group.granted[slot]
-        self._granted_bytes -= class_bytes(group.chunk_bytes)
+        self._granted_bytes -= group.slot_bytes
 
     def _release(self, group: Group, releases: Sequence[store_pb2.Release]) -> None:
         if not releases:

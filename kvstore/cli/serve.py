@@ -60,7 +60,15 @@ def serve(
         config = Path(named)
     try:
         settings = serve_config(given, os.environ, config)
+        verify = _verify(os.environ.get("KVSTORE_VERIFY"))
     except ConfigurationError as error:
         _log.error("%s", error)
         raise typer.Exit(EXIT_USAGE) from None
-    raise typer.Exit(run(settings, verify=os.environ.get("KVSTORE_VERIFY") == "poison"))
+    raise typer.Exit(run(settings, verify=verify))
+
+
+def _verify(value: str | None) -> bool:
+    """For tests: poison in every granted slot, and every invariant in the answer of `stats`."""
+    if value not in (None, "poison"):
+        raise ConfigurationError(f"KVSTORE_VERIFY is {value!r}; the one value is poison")
+    return value is not None

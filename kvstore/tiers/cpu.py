@@ -43,7 +43,11 @@ class CpuTier:
         """ConfigurationError when the host or the cgroup can never hold it, or `index_bytes` is too small."""
         self.arena_bytes = cpu_bytes - cpu_bytes % _native.SLOT_ALIGNMENT
         self.unit_bytes = _native.Index.unit_bytes_for(self.arena_bytes)
-        self.table_bytes = self._table_bytes(index_bytes)
+        require_memory(self.arena_bytes, 0, memory_limits())
+        try:
+            self.table_bytes = self._table_bytes(index_bytes)
+        except ValueError as error:  # more than slot numbers can name
+            raise ConfigurationError(f"--cpu-bytes: {error}") from None
         require_memory(self.arena_bytes, self.table_bytes, memory_limits())
 
         self.arena_fd = _native.create_memfd("kvstore-arena", self.arena_bytes)

@@ -1,0 +1,193 @@
+"""What `kvstore serve` does before it is ready, and when it ends: exit codes, messages, files left alone."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing import Daemon, running_daemon, start_daemon
+from tests.integration.conftest import WAIT_S, client_of, key, needs_root, payload
+
+
+def refused(runtime_dir: Path, **settings: object) -> tuple[int, str]:
+    """Exit code and log of a daemon that does not start."""
+    daemon = start_daemon(runtime_dir=runtime_dir, **settings)  # type: ignore[arg-type]
+    out, _ = daemon.process.communicate(timeout=WAIT_S)
+    log = daemon.log()
+    daemon.log_path.unlink()
+    assert out == ""
+    return daemon.process.returncode, log
+
+
+def test_a_second_daemon_exits_3_and_the_first_keeps_serving(daemon: Daemon) -> None:
+    code, log = refused(daemon.runtime_dir)
+    assert code == 3
+    assert f"a daemon (pid {daemon.pid}) already serves {daemon.runtime_dir}" in log
+    with client_of(daemon) as client:
+        client.put("s", {key(1): payload(1)})
+        assert client.get("s", [key(1)]) == [payload(1)]
+
+
+def test_sockets_of_a_killed_daemon_are_replaced(runtime_dir: Path) -> None:
+    with running_daemon(runtime_dir=runtime_dir) as first:
+        first.kill()
+        assert (runtime_dir / "kvstore.sock").is_socket()
+        assert (runtime_dir / "arena.sock").is_socket()
+    with running_daemon(runtime_dir=runtime_dir) as second, client_of(second) as client:
+        client.put("s", {key(1): payload(1)})
+
+
+@pytest.mark.parametrize("name", ["kvstore.sock", "arena.sock"])
+def test_a_regular_file_where_a_socket_should_be_is_left_alone(runtime_dir: Path, name: str) -> None:
+    runtime_dir.mkdir(mode=0o700)
+    (runtime_dir / name).write_text("precious")
+    code, log = refused(runtime_dir)
+    assert code == 1
+    assert f"{runtime_dir / name} exists and is no socket; it was left alone" in log
+    assert (runtime_dir / name).read_text() == "precious"
+
+
+def test_a_clean_stop_exits_0_and_leaves_only_the_lock_file(runtime_dir: Path) -> None:
+    with running_daemon(runtime_dir=runtime_dir) as daemon, client_of(daemon) as client:
+        client.put("s", {key(1): payload(1)})
+        assert daemon.stop() == 0
+    assert [path.name for path in runtime_dir.iterdir()] == ["kvstore.lock"]
+
+
+def test_an_interrupt_is_a_clean_stop_too(daemon: Daemon) -> None:
+    daemon.process.send_signal(signal.SIGINT)
+    assert daemon.process.wait(WAIT_S) == 0
+
+
+def test_a_directory_with_strange_characters_serves(tmp_path_factory: pytest.TempPathFactory) -> None:
+    runtime_dir = tmp_path_factory.mktemp("r") / "a b%41?#ä"
+    with running_daemon(runtime_dir=runtime_dir) as daemon, client_of(daemon) as client:
+        assert client.put("s", {}) == {}
+        client.put("s", {key(1): payload(1)})
+        assert (client.get("s", [key(1)]), client.get("s", []), client.lookup("s", [])) == ([payload(1)], [], [])
+
+
+@needs_root
+def test_an_existing_directory_that_the_group_cannot_enter_is_left_as_it_is(runtime_dir: Path) -> None:
+    runtime_dir.mkdir(mode=0o700)
+    os.chown(runtime_dir, -1, 54321)
+    code, log = refused(runtime_dir, arguments=["--allow-uid", "54321", "--socket-mode", "0660"])
+    assert code == 2
+    assert f"chgrp 54321 {runtime_dir} and chmod 710 {runtime_dir}" in log
+    assert stat.S_IMODE(runtime_dir.stat().st_mode) == 0o700
+
+
+def test_sockets_are_for_their_owner_only(runtime_dir: Path) -> None:
+    with running_daemon(runtime_dir=runtime_dir):
+        modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in runtime_dir.iterdir()}
+        assert modes["kvstore.sock"] == modes["arena.sock"] == 0o600
+        assert stat.S_IMODE(runtime_dir.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cpu_bytes": "1000TiB"}, rf"an arena of {1000 << 40} bytes"),
+        ({"cpu_bytes": "1000TiB"}, "bytes of memory; ask for less"),
+        ({"hash_seed": None, "environment": {"PYTHONHASHSEED": "random"}}, "PYTHONHASHSEED is 'random'"),
+        ({"arguments": ["--index-bytes", "1"]}, "--index-bytes is 1, and a table for an arena of 67108864 bytes takes"),
+        ({"arguments": ["--fs-dir", "/x"]}, "No such option"),
+        ({"arguments": ["--allow-uid", "12345"]}, "add --socket-mode 0660"),
+        ({"environment": {"KVSTORE_VERIFY": "1"}}, "KVSTORE_VERIFY is '1'"),
+        ({"environment": {"KVSTORE_CPU_BYTE": "1"}}, "did you mean KVSTORE_CPU_BYTES?"),
+    ],
+)
+def test_wrong_configuration_exits_2(runtime_dir: Path, settings: dict[str, object], message: str) -> None:
+    code, log = refused(runtime_dir, **settings)
+    assert code == 2, log
+    assert message in log
+
+
+def test_a_directory_that_cannot_be_written_exits_2() -> None:
+    code, log = refused(Path("/proc/kvstore"))
+    assert code == 2
+    assert f"--runtime-dir /proc/kvstore cannot be written by uid {os.geteuid()}" in log
+
+
+def test_a_directory_that_others_can_write_exits_2_and_keeps_its_mode(runtime_dir: Path) -> None:
+    runtime_dir.mkdir()
+    runtime_dir.chmod(0o777)
+    code, log = refused(runtime_dir)
+    assert code == 2
+    assert f"{runtime_dir} has mode 0777, so other users could replace the sockets" in log
+    assert stat.S_IMODE(runtime_dir.stat().st_mode) == 0o777
+
+
+@needs_root
+def test_a_uid_that_shares_no_group_with_the_sockets_exits_2(runtime_dir: Path) -> None:
+    code, log = refused(runtime_dir, arguments=["--allow-uid", "54321", "--socket-mode", "0660"])
+    assert code == 2
+    assert "no group that this daemon may give to its sockets has uid 54321 in it" in log
+
+
+def test_a_taken_metrics_port_exits_1_and_names_the_flag(runtime_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, log = refused(runtime_dir, arguments=["--metrics-listen", f"127.0.0.1:{port}"])
+    assert code == 1
+    assert f"--metrics-listen 127.0.0.1:{port} cannot be opened" in log
+
+
+def test_metrics_are_the_daemons_own_counters() -> None:
+    with running_daemon(arguments=["--metrics-listen", "127.0.0.1:0"]) as daemon:
+        with client_of(daemon) as client:
+            client.put("s", {key(1): payload(1)})
+            client.get("s", [key(1), key(2)])
+        port = daemon.log().split("metrics at http://127.0.0.1:")[1].split("/")[0]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_S) as reply:
+            text = reply.read().decode()
+    for line in (
+        'kvstore_capacity_bytes{tier="cpu"} 6.7108864e+07',
+        'kvstore_chunks{tier="cpu"} 1.0',
+        'kvstore_hits_total{tier="cpu"} 1.0',
+        'kvstore_misses_total{tier="cpu"} 1.0',
+        "kvstore_stores_total 1.0",
+    ):
+        assert line in text.splitlines(), text
+
+
+def test_systemd_is_told(runtime_dir: Path, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+        notify.bind(str(tmp_path / "n"))
+        notify.settimeout(WAIT_S)
+        with running_daemon(runtime_dir=runtime_dir, environment={"NOTIFY_SOCKET": str(tmp_path / "n")}):
+            assert notify.recv(100) == b"READY=1"
+        assert notify.recv(100) == b"STOPPING=1"
+
+
+def test_a_configuration_file_and_variables_are_read(runtime_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text("require_cache_salt = true\nindex_bytes = '1MiB'\n")
+    arguments = ["--config", str(file)]
+    with running_daemon(runtime_dir=runtime_dir, arguments=arguments) as daemon, client_of(daemon) as client:
+        assert client._connection is not None
+        assert client._connection._session.require_cache_salt
+        assert daemon.tier()["overhead_bytes"] <= 1 << 20
+
+
+def test_the_daemon_has_no_child_and_no_inherited_lock(daemon: Daemon) -> None:
+    children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text()
+    assert children == ""
+
+
+def test_the_kvstored_command_is_installed() -> None:
+    out = subprocess.run(["kvstored", "--help"], capture_output=True, text=True, check=False, env=_path_of_python())
+    assert out.returncode == 0
+    assert "--cpu-bytes" in out.stdout
+
+
+def _path_of_python() -> dict[str, str]:
+    return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "200"}

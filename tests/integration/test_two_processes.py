@@ -1,0 +1,367 @@
+"""Chunks from one process to another, and what is left when one of them, or the daemon, dies."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore._native import fill, slot_offset
+from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
+from kvstore.errors import SeedMismatch, Unavailable
+from kvstore.session import Attachment, GroupState, Role, Session
+from kvstore.steps import Steps
+from kvstore.testing import Daemon, running_daemon
+from tests.integration.conftest import CHUNK_BYTES, WAIT_S, client_of, eventually, key, payload, python
+
+PUT_IN_ANOTHER_PROCESS = f"""
+import sys
+from kvstore._native import fill, slot_offset
+from kvstore.client import StoreClient
+with StoreClient.attach(sys.argv[1], namespace={{"model": "m"}}, chunk_bytes={CHUNK_BYTES}, hash_seed="0") as client:
+    chunks = {{n.to_bytes(32, "big"): n.to_bytes(4, "big") * {CHUNK_BYTES // 4} for n in range(200)}}
+    print({{type(outcome).__name__ for outcome in client.put("salt", chunks).values()}})
+"""
+
+
+def test_what_one_process_puts_another_gets(daemon: Daemon, client: StoreClient) -> None:
+    put = python(PUT_IN_ANOTHER_PROCESS, daemon.endpoint)
+    assert put.stdout == "{'Stored'}\n", put.stderr
+    keys = [key(name) for name in range(201)]
+    assert client.lookup("salt", keys) == [Lookup.CPU] * 200 + [Lookup.MISS]
+    assert client.get("salt", keys) == [payload(name) for name in range(200)] + [None]
+    buffers = {key(name): bytearray(CHUNK_BYTES) for name in range(198, 202)}
+    assert client.get_into("salt", buffers) == {
+        key(198): Loaded(), key(199): Loaded(), key(200): Miss(), key(201): Miss(),
+    }  # fmt: skip
+    assert (buffers[key(198)], buffers[key(199)]) == (payload(198), payload(199))
+    client._connection._steps.settle(WAIT_S)  # type: ignore[union-attr]
+    tier = daemon.tier()
+    assert (tier["hits"], tier["misses"], tier["chunks"]) == (202, 3, 200)
+    assert daemon.stats()["stores"] == 200
+
+
+def test_another_tenant_namespace_or_none_finds_nothing(daemon: Daemon, client: StoreClient) -> None:
+    client.put("salt", {key(1): payload(1)})
+    assert client.lookup("salt", [key(1)]) == [Lookup.CPU]
+    assert client.lookup("tlas", [key(1)]) == [Lookup.MISS]
+    assert client.lookup(None, [key(1)]) == [Lookup.MISS]
+    assert client.get("tlas", [key(1)]) == [None]
+    with client_of(daemon, namespace={"model": "n"}) as other:
+        assert other.lookup("salt", [key(1)]) == [Lookup.MISS]
+        assert other.put("salt", {key(1): payload(2)}) == {key(1): Stored()}
+    assert client.get("salt", [key(1)]) == [payload(1)]
+
+
+def test_a_key_is_stored_once(daemon: Daemon, client: StoreClient) -> None:
+    assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
+    with client_of(daemon) as other:
+        assert other.put("s", {key(1): payload(9), key(2): payload(2)}) == {key(1): Present(), key(2): Stored()}
+    assert client.get("s", [key(1)]) == [payload(1)]
+
+
+def test_two_processes_with_different_seeds_never_meet(daemon: Daemon) -> None:
+    with pytest.raises(SeedMismatch, match=r"seed '00' and the daemon with '0'"):
+        client_of(daemon, hash_seed="00")
+
+
+def test_a_tier_whose_slots_are_all_leased_or_granted_rejects() -> None:
+    size = 1 << 20
+    other = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=size)
+    with (
+        running_daemon(cpu_bytes=2 * size) as daemon,
+        client_of(daemon, chunk_bytes=size) as client,
+        Session.attach(daemon.endpoint, other) as session,
+    ):
+        steps = Steps(session)
+        assert client.put("s", {key(1): payload(1, size)}) == {key(1): Stored()}
+        _, slots, generations = session.table.lookup(session.namespace_id, session.tenant_id("s"), [key(1)])
+        steps.lease(int(slots[0]), int(generations[0]))
+        [held] = steps.wait_grants(1, WAIT_S)
+        steps.settle(WAIT_S)
+        assert client.put("s", {key(2): payload(2, size)}) == {key(2): Rejected(RejectReason.TIER_FULL)}
+        steps.abort(*held)
+        steps.settle(WAIT_S)
+        assert client.put("s", {key(2): payload(2, size)}) == {key(2): Stored()}
+        assert client.get("s", [key(1), key(2)]) == [payload(1, size), payload(2, size)]
+
+
+def test_a_full_tier_rejects_the_tail_of_the_chain() -> None:
+    # Eviction will change the numbers here: without it, what is stored stays.
+    size = 1 << 20
+    with running_daemon(cpu_bytes=8 * size) as daemon, client_of(daemon, chunk_bytes=size) as client:
+        chunks = {key(name): payload(name, size) for name in range(12)}
+        outcomes = client.put("s", chunks)
+        assert list(outcomes.values()) == [Stored()] * 8 + [Rejected(RejectReason.TIER_FULL)] * 4
+        assert client.get("s", list(chunks)) == [*list(chunks.values())[:8], None, None, None, None]
+        assert daemon.tier()["used_bytes"] == 8 * size
+
+
+def test_threads_share_a_client(client: StoreClient) -> None:
+    failures: list[object] = []
+
+    def work(thread: int) -> None:
+        try:
+            names = range(thread * 100, thread * 100 + 60)
+            chunks = {key(name): payload(name) for name in names}
+            assert set(client.put("s", chunks).values()) == {Stored()}
+            assert client.get("s", list(chunks)) == list(chunks.values())
+            buffers = {name: bytearray(CHUNK_BYTES) for name in chunks}
+            assert set(client.get_into("s", buffers).values()) == {Loaded()}
+            assert buffers == chunks
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert failures == []
+
+
+def test_a_dead_daemon_is_unavailable_and_its_successor_is_found(runtime_dir: Path) -> None:
+    with running_daemon(runtime_dir=runtime_dir) as first:
+        client = client_of(first)
+        client.put("s", {key(1): payload(1)})
+        first.kill()
+        with pytest.raises(Unavailable):
+            client.put("s", {key(2): payload(2)})
+        with pytest.raises(Unavailable, match=r"no daemon answers at unix://.*kvstore.sock"):
+            client.get("s", [key(1)])
+    with running_daemon(runtime_dir=runtime_dir):
+        assert client.lookup("s", [key(1)]) == [Lookup.MISS]
+        assert client.put("s", {key(2): payload(2)}) == {key(2): Stored()}
+        assert client.get("s", [key(2)]) == [payload(2)]
+        client.close()
+
+
+def test_a_daemon_that_dies_while_a_put_waits_ends_it(daemon: Daemon, client: StoreClient) -> None:
+    os.kill(daemon.pid, signal.SIGSTOP)
+    threading.Timer(0.2, daemon.kill).start()
+    with pytest.raises(Unavailable):
+        client.put("s", {key(1): payload(1)})
+    eventually(lambda: daemon.process.poll() is not None, "the daemon ends")
+
+
+def test_a_hung_daemon_is_unavailable_after_the_time_out_and_works_again_after(daemon: Daemon) -> None:
+    with client_of(daemon, timeout_s=0.3) as client:
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(Unavailable, match=r"did not answer .* within 0.3 s"):
+                client.put("s", {key(1): payload(1)})
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+    with client_of(daemon) as client:
+        assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
+    eventually(lambda: daemon.tier()["granted_bytes"] == 0, "unused slots come back")
+
+
+HOLD_200_GRANTS = """
+import signal, sys
+from kvstore.session import Attachment, Role, Session
+from kvstore.steps import Steps
+session = Session.attach(
+    sys.argv[1], Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
+)
+steps = Steps(session)
+print(len(steps.wait_grants(200, 10)), flush=True)
+if len(sys.argv) > 2:
+    import os
+    if os.fork() == 0:  # a child that holds the memory, and would hold the socket
+        os.write(1, b"forked\\n")
+    else:
+        os.write(1, b"parent\\n")
+signal.pause()
+"""
+
+
+def test_the_slots_of_a_killed_process_come_back() -> None:
+    with running_daemon(cpu_bytes="128MiB") as daemon:
+        with subprocess.Popen(
+            [sys.executable, "-c", HOLD_200_GRANTS, daemon.endpoint], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "200\n"
+            assert daemon.tier()["granted_bytes"] == 200 * 4096
+            process.kill()
+        eventually(lambda: daemon.tier()["granted_bytes"] == 0, "200 grants are free again")
+        assert [session["role"] for session in daemon.stats()["sessions"]] == ["admin"]  # type: ignore[attr-defined]
+
+
+def test_a_forked_child_does_not_keep_a_dead_processs_slots() -> None:
+    with running_daemon(cpu_bytes="128MiB") as daemon:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD_200_GRANTS, daemon.endpoint, "fork"],
+            stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "200\n"
+        assert {process.stdout.readline(), process.stdout.readline()} == {"forked\n", "parent\n"}
+        try:
+            process.kill()
+            process.wait(WAIT_S)
+            eventually(lambda: daemon.tier()["granted_bytes"] == 0, "200 grants are free again")
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # the child
+            process.stdout.close()
+
+
+def test_a_hang_up_of_a_living_process_ends_leases_but_no_grant(daemon: Daemon) -> None:
+    hold = """
+import sys
+from kvstore._native import slot_offset
+from kvstore.session import Attachment, Role, Session
+from kvstore.steps import Steps
+attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
+session = Session.attach(sys.argv[1], attachment)
+steps = Steps(session)
+stored, kept = steps.wait_grants(2, 10)
+with session.arena.view() as view:
+    offset = slot_offset(stored[0], 4096, session.table.unit_bytes)
+    view[offset : offset + 4096] = bytes(4096)
+steps.wait([steps.commit(*stored, session.tenant_id("s"), b"k" * 32, b"")], 10)
+steps.lease(*stored)
+steps.settle(10)
+print("leased", flush=True)
+sys.stdin.readline()
+session.close()
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, daemon.endpoint], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "leased\n"
+        tier = daemon.tier()
+        assert (tier["pinned_bytes"], tier["granted_bytes"]) == (4096, 4096)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "closed\n"
+        eventually(lambda: daemon.tier()["pinned_bytes"] == 0, "the lease ends")
+        assert daemon.tier()["granted_bytes"] == 4096
+        process.kill()
+    eventually(lambda: daemon.tier()["granted_bytes"] == 0, "the grant ends with the process")
+
+
+def test_a_session_is_not_for_a_forked_child(daemon: Daemon) -> None:
+    fork = """
+import os, sys
+from kvstore._native import fill, slot_offset
+from kvstore.client import StoreClient
+from kvstore.errors import KVStoreError
+client = StoreClient.attach(sys.argv[1], namespace={"model": "m"}, chunk_bytes=4096, hash_seed="0")
+child = os.fork()
+if child == 0:
+    try:
+        client.lookup("s", [b"k" * 32])
+    except KVStoreError as error:
+        os._exit(0 if "attach again" in str(error) else 1)
+    os._exit(2)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(client.put("s", {b"k" * 32: bytes(4096)}))
+client.close()
+"""
+    done = python(fork, daemon.endpoint)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "0"
+    assert "Stored()" in lines[1]
+
+
+def test_a_process_that_ends_without_closing_ends(daemon: Daemon) -> None:
+    careless = """
+import sys
+from kvstore.client import StoreClient
+client = StoreClient.attach(sys.argv[1], namespace={"model": "m"}, chunk_bytes=4096, hash_seed="0")
+print(client.put("s", {b"k" * 32: bytes(4096)}))
+"""
+    done = python(careless, daemon.endpoint)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    eventually(lambda: len(daemon.stats()["sessions"]) == 1, "only the asking session is left")  # type: ignore[arg-type]
+
+
+def test_a_broken_stream_is_mended_without_a_word(daemon: Daemon) -> None:
+    attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
+    with Session.attach(daemon.endpoint, attachment) as session:
+        steps = Steps(session)
+        first, second = steps.wait_grants(2, WAIT_S)
+        for slot, _ in (first, second):
+            fill(session.arena.address + slot_offset(slot, 4096, session.table.unit_bytes), 4096, 0)
+        tenant = session.tenant_id("s")
+        ticket = steps.commit(*first, tenant, key(1), b"")
+        steps.flush()
+        steps._call.cancel()  # type: ignore[union-attr]
+        tickets = [ticket, steps.commit(*second, tenant, key(2), key(1))]
+        assert [outcome.name for outcome in steps.wait(tickets, WAIT_S)] == ["STORED", "STORED"]
+        assert daemon.stats()["stores"] == 2
+
+
+def test_on_lost_is_called_once(daemon: Daemon) -> None:
+    calls: list[int] = []
+    lost = threading.Event()
+    attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
+    with Session.attach(daemon.endpoint, attachment, on_lost=lambda: (calls.append(1), lost.set())) as session:
+        daemon.kill()
+        assert lost.wait(WAIT_S)
+        assert session.lost
+    assert calls == [1]
+
+
+def test_a_stopped_daemon_tells_its_clients(daemon: Daemon, client: StoreClient) -> None:
+    client.put("s", {key(1): payload(1)})
+    daemon.stop()
+    with pytest.raises(Unavailable, match=r"start one with `kvstore serve`"):
+        client.lookup("s", [key(1)])
+
+
+def test_sessions_that_came_and_went_leave_nothing_in_either_process(daemon: Daemon) -> None:
+    def open_files() -> tuple[int, int, int]:
+        return (
+            len(os.listdir(f"/proc/{daemon.pid}/fd")),
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+        )
+
+    def come_and_go() -> None:
+        with client_of(daemon) as client:
+            client.put("s", {key(1): payload(1)})
+            client.get("s", [key(1)])
+
+    come_and_go()
+    settled = open_files()
+    for _ in range(10):
+        come_and_go()
+    eventually(lambda: all(now <= then for now, then in zip(open_files(), settled, strict=True)), "all is closed")
+
+
+def test_a_scheduler_learns_of_its_workers_without_asking(daemon: Daemon) -> None:
+    states: queue.Queue[GroupState] = queue.Queue()
+    engine = {"hash_seed": "0", "group": "engine", "world_size": 2}
+    with Session.attach(daemon.endpoint, Attachment(role=Role.SCHEDULER, **engine)) as scheduler:
+        assert not scheduler.group_state.complete
+        steps = Steps(scheduler, on_group=states.put)
+        steps.settle(WAIT_S)
+        ranks = [
+            Attachment(
+                role=Role.WORKER, rank=rank, namespace={"model": "m"}, chunk_bytes=8192, range_offset=4096 * rank,
+                range_bytes=4096, **engine,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        first = Session.attach(daemon.endpoint, ranks[0])
+        assert not states.get(timeout=WAIT_S).complete
+        with Session.attach(daemon.endpoint, ranks[1]) as second:
+            state = states.get(timeout=WAIT_S)
+            assert (state.complete, state.namespace_id, state.chunk_bytes) == (True, second.namespace_id, 8192)
+            assert scheduler.tenant_id("s") == second.tenant_id("s")
+            assert len(steps.wait_grants(3, WAIT_S)) == 3
+        assert not states.get(timeout=WAIT_S).complete
+        first.close()

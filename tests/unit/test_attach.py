@@ -1,0 +1,179 @@
+"""arena.sock from the daemon's side, in one process: pidfds, their absence, and peers that misbehave."""
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+
+from kvstore import limits
+from kvstore.attach import ArenaSocket, peer_pidfd
+from kvstore.namespace import canonical_json, seed_fingerprint
+from kvstore.rpc.handover import Hello, Memory, Refusal, decode
+from kvstore.rpc.v1 import store_pb2
+from kvstore.store import Session, Store
+from kvstore.tiers.cpu import CpuTier
+
+WAIT_S = 10.0
+CHUNK_BYTES = 4096
+
+
+class Place:
+    """A store and its arena.sock on the running loop."""
+
+    def __init__(self, folder: Path, *, pidfd_of: Callable[[socket.socket, int], int | None], rest_ms: int) -> None:
+        tier = CpuTier(cpu_bytes=1 << 20, index_bytes=None, index_key=b"x" * 16, instance_id=b"i" * 16)
+        tier.set_ready(tier.arena_bytes)
+        self.store = Store(
+            tier, instance_id=b"i" * 16, index_key=b"x" * 16, tenant_key=b"k" * 32, hash_seed="0",
+            require_cache_salt=False, started_ms=0,
+        )  # fmt: skip
+        self.arena_socket = ArenaSocket(
+            self.store, memory=Memory(tier.arena_bytes, b"x" * 16, b"k" * 32), fds=(tier.arena_fd, tier.table_fd),
+            allow_uids=frozenset(), pidfd_of=pidfd_of, rest_ms=rest_ms,
+        )  # fmt: skip
+        self.path = folder / "a"
+        self.arena_socket.listen(self.path)
+
+    async def connect(self) -> tuple[socket.socket, Session | None]:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, str(self.path))
+        hello = decode(await asyncio.wait_for(loop.sock_recv(sock, 4096), WAIT_S))
+        return sock, self.store.session(hello.token) if isinstance(hello, Hello) else None
+
+    async def attached_with_grants(self, count: int) -> tuple[socket.socket, Session]:
+        sock, session = await self.connect()
+        assert session is not None
+        fingerprint = seed_fingerprint("0")
+        document = canonical_json({"chunk_bytes": CHUNK_BYTES, "seed_fingerprint": fingerprint.hex()})
+        self.store.attach(
+            session,
+            store_pb2.AttachRequest(
+                role=store_pb2.ROLE_CLIENT, chunk_bytes=CHUNK_BYTES, namespace_document=document,
+                seed_fingerprint=fingerprint,
+            ),
+        )  # fmt: skip
+        request = store_pb2.StepRequest(number=1, instance_id=b"i" * 16, grants_wanted=count)
+        assert len(self.store.step(session, request, 0).grants) == count
+        return sock, session
+
+    def granted_bytes(self) -> int:
+        return self.store.stats(0).tiers[0].granted_bytes
+
+    async def eventually(self, happened: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not happened():
+                await asyncio.sleep(0.005)
+
+
+def no_pidfd(*_: object) -> None:
+    return None
+
+
+def run(
+    tmp_path: Path,
+    scene: Callable[[Place], Coroutine[object, object, None]],
+    *,
+    pidfd_of: Callable[[socket.socket, int], int | None] = peer_pidfd,
+    rest_ms: int = limits.REST_WITHOUT_PIDFD_MS,
+) -> None:
+    async def main() -> None:
+        place = Place(tmp_path, pidfd_of=pidfd_of, rest_ms=rest_ms)
+        try:
+            await scene(place)
+            assert place.store.problems() == []
+        finally:
+            place.arena_socket.close()
+
+    asyncio.run(main())
+
+
+def test_without_a_pidfd_the_slots_rest_after_the_hang_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(place: Place) -> None:
+        sock, session = await place.attached_with_grants(3)
+        assert "no pidfd can be had" in caplog.text
+        sock.close()
+        await place.eventually(lambda: not session.connected)
+        assert place.granted_bytes() == 3 * CHUNK_BYTES
+        await place.eventually(lambda: place.granted_bytes() == 0)
+
+    run(tmp_path, scene, pidfd_of=no_pidfd, rest_ms=200)
+
+
+def test_with_a_pidfd_a_living_process_keeps_its_slots(tmp_path: Path) -> None:
+    async def scene(place: Place) -> None:
+        sock, session = await place.attached_with_grants(3)
+        sock.close()
+        await place.eventually(lambda: not session.connected)
+        place.arena_socket.sweep()
+        assert place.store.watched(session)
+        assert place.granted_bytes() == 3 * CHUNK_BYTES
+
+    run(tmp_path, scene, rest_ms=0)
+
+
+def test_connections_that_came_and_went_leave_no_descriptor(tmp_path: Path) -> None:
+    async def scene(place: Place) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            sock, session = await place.connect()
+            sock.close()
+            await place.eventually(lambda session=session: not session.connected)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    run(tmp_path, scene)
+
+
+def test_a_peer_that_has_ended_already_gets_nothing(tmp_path: Path) -> None:
+    def ended(*_: object) -> None:
+        raise ProcessLookupError
+
+    async def scene(place: Place) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, str(place.path))
+        assert await asyncio.wait_for(loop.sock_recv(sock, 4096), WAIT_S) == b""
+        sock.close()
+        assert place.store._sessions == {}
+
+    run(tmp_path, scene, pidfd_of=ended)
+
+
+def test_too_many_sessions_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SESSIONS_MAX", 1)
+
+    async def scene(place: Place) -> None:
+        first, _ = await place.connect()
+        second = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        second.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(second, str(place.path))
+        refusal = decode(await asyncio.wait_for(loop.sock_recv(second, 4096), WAIT_S))
+        assert isinstance(refusal, Refusal)
+        assert "this daemon takes 1" in refusal.reason
+        first.close()
+        second.close()
+
+    run(tmp_path, scene)
+
+
+def test_the_memory_is_handed_over_only_to_an_open_connection(tmp_path: Path) -> None:
+    async def scene(place: Place) -> None:
+        sock, session = await place.attached_with_grants(1)
+        assert place.arena_socket.hand_over(session)
+        packet, fds, _, _ = socket.recv_fds(sock, 4096, 2)
+        assert json.loads(packet)["arena_bytes"] == 1 << 20
+        assert len(fds) == 2
+        for fd in fds:
+            os.close(fd)
+        sock.close()
+        await place.eventually(lambda: not session.connected)
+        assert not place.arena_socket.hand_over(session)
+
+    run(tmp_path, scene)

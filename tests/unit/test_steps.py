@@ -1,0 +1,288 @@
+"""The client's message stream against a scripted daemon: what is sent, what is sent again, and what a break leaves."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvstore import steps as steps_module
+from kvstore.errors import LimitExceeded, Unavailable
+from kvstore.limits import OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
+from kvstore.rpc.status import ERROR_METADATA_KEY
+from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
+from kvstore.session import GroupState
+from kvstore.steps import Outcome, Steps
+
+TENANT = b"t" * 16
+WAIT_S = 10.0
+
+Answer = Callable[[store_pb2.StepRequest], store_pb2.StepReply | None]  # None: break the stream instead
+
+
+def grant_all(request: store_pb2.StepRequest) -> store_pb2.StepReply:
+    grants = [store_pb2.SlotRef(slot=slot, generation=request.number) for slot in range(request.grants_wanted)]
+    stored = [store_pb2.OUTCOME_STORED] * len(request.commits)
+    return store_pb2.StepReply(number=request.number, grants=grants, outcomes=stored)
+
+
+class FakeDaemon(store_pb2_grpc.SessionsServicer):
+    def __init__(self) -> None:
+        self.answer: Answer = grant_all
+        self.status: tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]] = (
+            grpc.StatusCode.UNAVAILABLE, "broken on purpose", (),
+        )  # fmt: skip
+        self.received: queue.Queue[store_pb2.StepRequest] = queue.Queue()
+        self.target = ""
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def Step(self, requests: Iterator[store_pb2.StepRequest], context: grpc.ServicerContext):
+        for request in requests:
+            self.received.put(request)
+            assert self.go_on.wait(WAIT_S)
+            reply = self.answer(request)
+            if reply is None:
+                code, text, metadata = self.status
+                context.set_trailing_metadata(metadata)
+                context.abort(code, text)
+            yield reply
+
+    def next(self) -> store_pb2.StepRequest:
+        return self.received.get(timeout=WAIT_S)
+
+
+class FakeSession:
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+        self.metadata = ()
+        self.instance_id = b"i" * 16
+        self.group_state = GroupState(True, b"n" * 16, 4096, "")
+        self.lose: Callable[[], None] = lambda: None
+
+    def require_own_process(self) -> None: ...
+
+    def before_unmap(self, callback: Callable[[], None]) -> None: ...
+
+    def when_lost(self, callback: Callable[[], None]) -> None:
+        self.lose = callback
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    fake = FakeDaemon()
+    server = grpc.server(ThreadPoolExecutor(4))
+    store_pb2_grpc.add_SessionsServicer_to_server(fake, server)
+    fake.target = f"unix:{tmp_path}/s"
+    server.add_insecure_port(fake.target)
+    server.start()
+    yield fake
+    fake.go_on.set()
+    server.stop(0).wait()
+
+
+@pytest.fixture
+def session(daemon: FakeDaemon) -> Iterator[FakeSession]:
+    with grpc.insecure_channel(daemon.target) as channel:
+        yield FakeSession(channel)
+
+
+@pytest.fixture
+def steps(session: FakeSession) -> Iterator[Steps]:
+    steps = Steps(session)  # type: ignore[arg-type]
+    yield steps
+    steps.close()
+
+
+def key(name: int) -> bytes:
+    return name.to_bytes(32, "big")
+
+
+def test_everything_queued_goes_in_one_message_at_the_flush(daemon: FakeDaemon, steps: Steps) -> None:
+    ticket = steps.commit(1, 2, TENANT, key(1), b"")
+    steps.abort(3, 4)
+    steps.lease(5, 6)
+    steps.release(7, 8, loaded=True)
+    steps.touch(TENANT, [key(1), key(2)])
+    steps.miss(9)
+    steps.want_grants(2)
+    steps.probe("vllm", "sha256", b"p")
+    assert steps.unsent
+    assert daemon.received.empty()
+    steps.flush()
+    request = daemon.next()
+    assert steps.wait([ticket], WAIT_S) == [Outcome.STORED]
+    assert (request.number, request.instance_id, request.grants_wanted, request.misses) == (1, b"i" * 16, 2, 9)
+    assert [(commit.at.slot, commit.at.generation, commit.key) for commit in request.commits] == [(1, 2, key(1))]
+    assert [(at.slot, at.generation) for at in (*request.aborts, *request.leases)] == [(3, 4), (5, 6)]
+    assert [(release.at.slot, release.loaded) for release in request.releases] == [(7, True)]
+    assert [list(chain.keys) for chain in request.touches] == [[key(1), key(2)]]
+    assert request.probe.value == b"p"
+    assert not steps.unsent
+
+
+def test_many_operations_are_split_and_a_chain_is_touched_tail_first(daemon: FakeDaemon, steps: Steps) -> None:
+    keys = [key(name) for name in range(2 * OPERATIONS_PER_STEP_MAX + 1)]
+    for slot in range(OPERATIONS_PER_STEP_MAX + 1):
+        steps.abort(slot, 1)
+    steps.touch(TENANT, keys)
+    steps.settle(WAIT_S)
+    requests = [daemon.next() for _ in range(daemon.received.qsize())]
+    assert [len(request.aborts) for request in requests[:2]] == [OPERATIONS_PER_STEP_MAX, 1]
+    pieces = [list(chain.keys) for request in requests for chain in request.touches]
+    assert pieces == [keys[257:], keys[1:257], keys[:1]]
+    assert [request.number for request in requests] == list(range(1, len(requests) + 1))
+
+
+def test_after_a_broken_stream_the_unanswered_are_sent_again_under_their_numbers(
+    daemon: FakeDaemon, steps: Steps
+) -> None:
+    broken = iter([True])
+
+    def break_once(request: store_pb2.StepRequest) -> store_pb2.StepReply | None:
+        return None if next(broken, False) else grant_all(request)
+
+    daemon.answer = break_once
+    ticket = steps.commit(1, 2, TENANT, key(1), b"")
+    assert steps.wait([ticket], WAIT_S) == [Outcome.STORED]
+    first, again = daemon.next(), daemon.next()
+    assert first == again
+    assert first.number == 1
+
+
+def test_no_more_messages_than_the_daemon_remembers_are_unanswered(daemon: FakeDaemon, steps: Steps) -> None:
+    daemon.go_on.clear()
+    for slot in range(OPERATIONS_PER_STEP_MAX * (STEPS_UNANSWERED_MAX + 2)):
+        steps.abort(slot, 1)
+    steps.flush()
+    daemon.next()  # the first waits for its answer, the rest behind it
+    with pytest.raises(Unavailable, match=r"did not answer a step message within 0.2 s"):
+        steps.settle(0.2)
+    assert len(steps._unanswered) == STEPS_UNANSWERED_MAX
+    assert steps.unsent
+    daemon.go_on.set()
+    steps.settle(WAIT_S)
+    assert not steps.unsent
+
+
+def test_a_lost_session_drops_everything_and_ends_every_wait(
+    daemon: FakeDaemon, session: FakeSession, steps: Steps
+) -> None:
+    daemon.go_on.clear()
+    ticket = steps.commit(1, 2, TENANT, key(1), b"")
+    lost = threading.Timer(0.05, session.lose)
+    lost.start()
+    with pytest.raises(Unavailable, match=r"the daemon has gone; attach again"):
+        steps.wait([ticket], WAIT_S)
+    lost.join()
+    assert steps.broken
+    assert not steps.unsent
+    steps.commit(1, 3, TENANT, key(1), b"")
+    steps.want_grants(3)
+    assert (steps.unsent, steps.grants_coming, steps.take_grants(9)) == (False, 0, [])
+    with pytest.raises(Unavailable):
+        steps.wait_grants(1, WAIT_S)
+
+
+def test_a_message_that_the_daemon_refuses_is_not_sent_for_ever(daemon: FakeDaemon, steps: Steps) -> None:
+    daemon.answer = lambda _: None
+    daemon.status = (grpc.StatusCode.RESOURCE_EXHAUSTED, "too much", ((ERROR_METADATA_KEY, "LimitExceeded"),))
+    ticket = steps.commit(1, 2, TENANT, key(1), b"")
+    with pytest.raises(LimitExceeded, match=r"too much"):
+        steps.wait([ticket], WAIT_S)
+    assert steps.broken
+    assert daemon.received.qsize() == 1
+
+
+def test_grants_nobody_uses_go_back(daemon: FakeDaemon, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps_module, "GRANTS_IDLE_S", 0.05)
+    assert len(steps.wait_grants(3, WAIT_S)) == 3  # these are the caller's now
+    daemon.next()
+    steps.want_grants(2)
+    steps.flush()
+    assert daemon.next().grants_wanted == 2
+    request = daemon.next()
+    assert [at.slot for at in request.aborts] == [0, 1]
+    assert steps.grants_free == 0
+
+
+def test_leases_are_renewed_until_released(
+    daemon: FakeDaemon, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "RENEW_LEASES_S", 0.05)
+    steps = Steps(session)  # type: ignore[arg-type]
+    steps.lease(1, 2)
+    steps.lease(1, 2)
+    steps.flush()
+    for _ in range(3):
+        assert [at.slot for at in daemon.next().leases] == [1]
+    steps.release(1, 2, loaded=True)  # one user is left: released and taken again in one message
+    steps.flush()
+    while not (request := daemon.next()).releases:
+        pass
+    assert [at.slot for at in request.leases] == [1]
+    steps.release(1, 2, loaded=False)
+    steps.settle(WAIT_S)
+    while not (request := daemon.next()).releases:
+        pass
+    assert list(request.leases) == []
+    assert not steps._held
+    steps.close()
+
+
+def test_grants_asked_for_before_a_fresh_namespace_are_given_back(daemon: FakeDaemon, steps: Steps) -> None:
+    steps.want_grants(2)
+    daemon.go_on.clear()
+    steps.flush()
+    daemon.next()
+    steps.fresh_namespace()
+    steps.flush()
+    daemon.go_on.set()
+    steps.settle(WAIT_S)
+    assert steps.grants_free == 0
+    aborted = [at.slot for _ in range(daemon.received.qsize()) for at in daemon.next().aborts]
+    assert aborted == [0, 1]
+    assert len(steps.wait_grants(1, WAIT_S)) == 1
+
+
+def test_a_full_queue_drops_touches_first_and_then_turns_commits_into_aborts(
+    daemon: FakeDaemon, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "QUEUED_OPERATIONS_MAX", 4)
+    steps.touch(TENANT, [key(1), key(2)])
+    tickets = [steps.commit(slot, 1, TENANT, key(slot), b"") for slot in range(6)]
+    steps.touch(TENANT, [key(1)])
+    outcomes = steps.wait(tickets, WAIT_S)
+    assert outcomes == [Outcome.STORED] * 4 + [Outcome.NOT_GRANTED] * 2
+    request = daemon.next()
+    assert ([at.slot for at in request.aborts], list(request.touches)) == ([4, 5], [])
+
+
+def test_closing_sends_what_is_queued_and_gives_grants_back(daemon: FakeDaemon, session: FakeSession) -> None:
+    steps = Steps(session)  # type: ignore[arg-type]
+    steps.want_grants(2)
+    steps.settle(WAIT_S)
+    assert steps.grants_free == 2
+    steps.miss(3)
+    steps.close()
+    daemon.next()
+    request = daemon.next()
+    assert (request.misses, len(request.aborts)) == (3, 2)
+    assert not steps._receiver.is_alive()
+
+
+def test_the_groups_state_arrives_unasked(daemon: FakeDaemon, session: FakeSession) -> None:
+    states: queue.Queue[GroupState] = queue.Queue()
+    steps = Steps(session, on_group=states.put)  # type: ignore[arg-type]
+
+    def refuse(request: store_pb2.StepRequest) -> store_pb2.StepReply:
+        return store_pb2.StepReply(number=request.number, group=store_pb2.GroupState(refused="why"))
+
+    daemon.answer = refuse
+    steps.settle(WAIT_S)
+    assert states.get(timeout=WAIT_S).refused == "why"
+    assert steps.group.refused == "why"
+    steps.close()

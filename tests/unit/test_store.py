@@ -1,0 +1,491 @@
+"""The daemon's state behind the wire, with the real index: who may attach, what a message does, what ends a grant."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore import limits
+from kvstore._native import CPU, MISS
+from kvstore.errors import (
+    BadKey,
+    KVStoreError,
+    LimitExceeded,
+    NamespaceMismatch,
+    ProtocolError,
+    SeedMismatch,
+    Unavailable,
+)
+from kvstore.namespace import canonical_json, digest, seed_fingerprint
+from kvstore.rpc.v1 import store_pb2
+from kvstore.store import Session, Store
+from kvstore.tenant import tenant_id
+from kvstore.tiers.cpu import CpuTier
+
+INSTANCE = b"i" * 16
+TENANT_KEY = b"k" * 32
+TENANT = tenant_id(TENANT_KEY, "salt")
+ARENA_BYTES = 8 << 20
+CHUNK_BYTES = 4096
+SCHEDULER, WORKER, CLIENT = store_pb2.ROLE_SCHEDULER, store_pb2.ROLE_WORKER, store_pb2.ROLE_CLIENT
+
+
+def make_store(arena_bytes: int = ARENA_BYTES, *, require_cache_salt: bool = False) -> Store:
+    tier = CpuTier(cpu_bytes=arena_bytes, index_bytes=None, index_key=b"x" * 16, instance_id=INSTANCE, verify=False)
+    tier.set_ready(tier.arena_bytes)
+    return Store(
+        tier,
+        instance_id=INSTANCE,
+        index_key=b"x" * 16,
+        tenant_key=TENANT_KEY,
+        hash_seed="0",
+        require_cache_salt=require_cache_salt,
+        started_ms=0,
+    )
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    store = make_store()
+    yield store
+    assert store.problems() == []
+
+
+def document(chunk_bytes: int = CHUNK_BYTES, seed: str = "0", **fields: object) -> str:
+    added = {"chunk_bytes": chunk_bytes, "seed_fingerprint": seed_fingerprint(seed).hex()}
+    return canonical_json({"model": "m"} | fields | added)
+
+
+def attach(store: Store, role: store_pb2.Role = CLIENT, *, seed: str = "0", **fields: object) -> Session:
+    chunk_bytes = fields.get("chunk_bytes", CHUNK_BYTES)
+    assert isinstance(chunk_bytes, int)
+    request: dict[str, object] = {"role": role, "seed_fingerprint": seed_fingerprint(seed), "seed_shown": seed}
+    if role != CLIENT:
+        request |= {"group": "engine", "world_size": 1}
+    if role != SCHEDULER:
+        request |= {"chunk_bytes": chunk_bytes, "namespace_document": document(chunk_bytes, seed)}
+    if role == WORKER:
+        request |= {"range_offset": 0, "range_bytes": chunk_bytes}
+    session = store.connect(pid=1, uid=0)
+    try:
+        store.attach(session, store_pb2.AttachRequest(**(request | fields)))
+    except KVStoreError:
+        store.hang_up(session)
+        raise
+    return session
+
+
+def step(store: Store, session: Session, number: int | None = None, now_ms: int = 0, **fields: object):
+    number = session.last_number + 1 if number is None else number
+    request = store_pb2.StepRequest(**({"number": number, "instance_id": INSTANCE} | fields))
+    return store.step(session, request, now_ms)
+
+
+def grants(store: Store, session: Session, count: int) -> list[store_pb2.SlotRef]:
+    return list(step(store, session, grants_wanted=count).grants)
+
+
+def commit(at: store_pb2.SlotRef, name: int, tenant: bytes = TENANT) -> store_pb2.Commit:
+    return store_pb2.Commit(at=at, tenant=tenant, key=key(name))
+
+
+def key(name: int) -> bytes:
+    return name.to_bytes(32, "big")
+
+
+def granted_bytes(store: Store) -> int:
+    return store.stats(0).tiers[0].granted_bytes
+
+
+def found(store: Store, session: Session, name: int) -> int:
+    request = store_pb2.LookupRequest(namespace_id=session.group.namespace, tenant=TENANT, keys=[key(name)])
+    return store.lookup(request)[0]
+
+
+# -- attaching ---------------------------------------------------------------------------------------------------------
+
+
+def test_another_seed_is_refused_and_both_are_named(store: Store) -> None:
+    with pytest.raises(SeedMismatch, match=r"seed '00' and the daemon with '0'.*export PYTHONHASHSEED=0"):
+        attach(store, seed="00")
+
+
+def test_processes_of_one_group_must_describe_the_same_chunks(store: Store) -> None:
+    attach(store, WORKER, world_size=2, range_bytes=CHUNK_BYTES // 2)
+    with pytest.raises(NamespaceMismatch, match=r"model: 'other' here, 'm' in the group"):
+        attach(
+            store, WORKER, world_size=2, rank=1, range_offset=CHUNK_BYTES // 2, range_bytes=CHUNK_BYTES // 2,
+            namespace_document=document(model="other"),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", ProtocolError),
+        ("[]", ProtocolError),
+        ("{ }", ProtocolError),
+        ('{"x":1.5}', ProtocolError),
+        ('{"x":null}', ProtocolError),
+        ("{}", NamespaceMismatch),
+        (document(chunk_bytes=8192), NamespaceMismatch),
+        (document(seed="1"), NamespaceMismatch),
+        (document(x="y" * limits.NAMESPACE_DOCUMENT_BYTES_MAX), LimitExceeded),
+    ],
+)
+def test_documents_that_are_not_canonical_or_not_the_sessions_are_refused(
+    store: Store, text: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        attach(store, namespace_document=text)
+
+
+HALF = CHUNK_BYTES // 2
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"rank": 1, "range_offset": HALF - 1, "range_bytes": HALF}, r"both own bytes of a chunk"),
+        ({"rank": 1, "range_offset": HALF + 1, "range_bytes": HALF - 1}, r"own 4095 of a chunk's 4096 bytes"),
+        ({"rank": 1, "range_offset": HALF, "range_bytes": HALF + 1}, r"bytes 2048 to 4097 of a chunk of 4096"),
+        ({"rank": 1, "range_offset": HALF, "range_bytes": 0}, r"bytes 2048 to 2048"),
+        ({"rank": 2, "range_offset": HALF, "range_bytes": HALF}, r"rank 2 of group engine, which has 2 workers"),
+        ({"rank": 0, "range_offset": HALF, "range_bytes": HALF}, r"rank 0 .* attached already"),
+        ({"rank": 1, "world_size": 3}, r"has 2 workers, and this process says 3"),
+    ],
+)
+def test_ranges_of_ranks_must_tile_one_chunk(store: Store, second: dict[str, int], message: str) -> None:
+    first = attach(store, WORKER, world_size=2, range_bytes=HALF)
+    with pytest.raises(NamespaceMismatch, match=message):
+        attach(store, WORKER, **({"world_size": 2} | second))
+    assert not store.group_state(first.group).complete
+
+
+def test_a_group_is_complete_while_every_rank_is_connected(store: Store) -> None:
+    scheduler = attach(store, SCHEDULER, world_size=2)
+    pushed: list[bool] = []
+    scheduler.on_group = lambda: pushed.append(store.group_state(scheduler.group).complete)
+    attach(store, WORKER, world_size=2, range_bytes=HALF)
+    assert step(store, scheduler, grants_wanted=1).grants_short == store_pb2.OUTCOME_NOT_GRANTED
+    second = attach(store, WORKER, world_size=2, rank=1, range_offset=HALF, range_bytes=HALF)
+    state = store.group_state(scheduler.group)
+    assert (state.namespace_id, state.chunk_bytes) == (digest(document()), CHUNK_BYTES)
+    assert len(grants(store, scheduler, 1)) == 1
+    store.hang_up(second)
+    assert pushed == [False, True, False]
+
+
+def test_a_second_living_scheduler_of_a_group_is_refused(store: Store) -> None:
+    first = attach(store, SCHEDULER)
+    with pytest.raises(NamespaceMismatch, match=r"group engine has a scheduler already \(pid 1\)"):
+        attach(store, SCHEDULER)
+    store.hang_up(first)
+    attach(store, SCHEDULER)
+
+
+def test_more_size_classes_than_the_arena_takes_are_refused_at_attach(store: Store) -> None:
+    for number in range(1, limits.SIZE_CLASSES_MAX + 1):
+        attach(store, chunk_bytes=4096 * number)
+    attach(store, chunk_bytes=4095)  # the same class as 4096
+    with pytest.raises(LimitExceeded, match=r"size class 33 of this arena, which takes 32"):
+        attach(store, chunk_bytes=4096 * 33)
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, ARENA_BYTES + 1])
+def test_a_chunk_that_cannot_fit_is_refused_at_attach(store: Store, chunk_bytes: int) -> None:
+    with pytest.raises(LimitExceeded, match=rf"chunk of {chunk_bytes} bytes does not fit an arena of {ARENA_BYTES}"):
+        attach(store, chunk_bytes=chunk_bytes)
+
+
+def test_sessions_are_bounded(store: Store) -> None:
+    for _ in range(limits.SESSIONS_MAX):
+        store.connect(pid=1, uid=0)
+    with pytest.raises(LimitExceeded, match=r"1024 processes are attached"):
+        store.connect(pid=1, uid=0)
+
+
+def test_refused_processes_leave_no_group_behind(store: Store) -> None:
+    for name in range(3):
+        with pytest.raises(NamespaceMismatch):
+            attach(store, WORKER, group=f"g{name}", rank=5)
+    assert store.stats(0).sessions == []
+    assert store._groups == {}
+
+
+def test_documents_are_kept_for_operators_and_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NAMESPACES_MAX", 3)
+    living = attach(store)
+    for _ in range(5):
+        step(store, living, fresh_namespace=True)
+    assert store.stats(0).namespaces == 3
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_commit_makes_a_chunk_visible_once(store: Store) -> None:
+    session = attach(store)
+    [at] = grants(store, session, 1)
+    assert found(store, session, 1) == MISS
+    reply = step(store, session, commits=[commit(at, 1), commit(at, 1), commit(at, 2)])
+    assert reply.outcomes == [
+        store_pb2.OUTCOME_STORED, store_pb2.OUTCOME_NOT_GRANTED, store_pb2.OUTCOME_NOT_GRANTED,
+    ]  # fmt: skip
+    assert (found(store, session, 1), found(store, session, 2)) == (CPU, MISS)
+    assert granted_bytes(store) == 0
+
+
+def test_the_first_commit_of_a_key_wins_and_the_second_slot_is_free_again(store: Store) -> None:
+    first, second = attach(store), attach(store)
+    [mine], [yours] = grants(store, first, 1), grants(store, second, 1)
+    assert step(store, first, commits=[commit(mine, 1)]).outcomes == [store_pb2.OUTCOME_STORED]
+    assert step(store, second, commits=[commit(yours, 1)]).outcomes == [store_pb2.OUTCOME_PRESENT]
+    assert granted_bytes(store) == 0
+
+
+def test_a_foreign_slot_can_be_neither_committed_nor_aborted(store: Store) -> None:
+    owner, other = attach(store), attach(store)
+    [at] = grants(store, owner, 1)
+    assert step(store, other, commits=[commit(at, 1)], aborts=[at]).outcomes == [store_pb2.OUTCOME_NOT_GRANTED]
+    assert step(store, owner, commits=[commit(at, 1)]).outcomes == [store_pb2.OUTCOME_STORED]
+
+
+def test_slots_that_do_not_exist_are_nobodys(store: Store) -> None:
+    session = attach(store)
+    nowhere = store_pb2.SlotRef(slot=2**32 - 1, generation=2**64 - 1)
+    reply = step(
+        store, session, commits=[commit(nowhere, 1)], aborts=[nowhere], leases=[nowhere],
+        releases=[store_pb2.Release(at=nowhere)],
+    )  # fmt: skip
+    assert reply.outcomes == [store_pb2.OUTCOME_NOT_GRANTED]
+
+
+def test_a_number_seen_before_is_answered_and_not_applied_again(store: Store) -> None:
+    session = attach(store)
+    first = step(store, session, number=1, grants_wanted=3, misses=5)
+    again = step(store, session, number=1, grants_wanted=3, misses=5)
+    assert again == first
+    assert (len(first.grants), granted_bytes(store), store.stats(0).tiers[0].misses) == (3, 3 * 4096, 5)
+
+
+def test_a_message_is_never_skipped(store: Store) -> None:
+    session = attach(store)
+    step(store, session, number=1)
+    for number in (0, 3):
+        with pytest.raises(ProtocolError, match=rf"message number {number} after 1"):
+            step(store, session, number=number)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"instance_id": b"j" * 16}, Unavailable, f"instance {(b'j' * 16).hex()} and this daemon is {INSTANCE.hex()}"),
+        ({"instance_id": b""}, Unavailable, r"instance \(none\)"),
+        ({"commits": [store_pb2.Commit(tenant=TENANT, key=b"k" * 15)]}, BadKey, r"has 15 bytes; .* 16 to 64 bytes"),
+        ({"commits": [store_pb2.Commit(tenant=TENANT, key=b"k" * 65)]}, BadKey, r"has 65 bytes"),
+        ({"commits": [store_pb2.Commit(tenant=TENANT, key=key(1), parent=b"p")]}, BadKey, r"has 1 bytes"),
+        ({"commits": [store_pb2.Commit(tenant=b"t", key=key(1))]}, ProtocolError, r"tenant 74 has 1 bytes, not 16"),
+        ({"touches": [store_pb2.Chain(tenant=TENANT, keys=[b""])]}, BadKey, r"has 0 bytes"),
+        ({"aborts": [store_pb2.SlotRef()] * 257}, LimitExceeded, r"257 operations in one message; at most 256"),
+    ],
+)
+def test_bad_messages_are_refused_whole(
+    store: Store, fields: dict[str, object], error: type[Exception], message: str
+) -> None:
+    session = attach(store)
+    with pytest.raises(error, match=message):
+        step(store, session, grants_wanted=1, misses=1, **fields)
+    assert (granted_bytes(store), store.stats(0).tiers[0].misses, session.last_number) == (0, 0, 0)
+
+
+def test_only_clients_and_schedulers_send_steps(store: Store) -> None:
+    with pytest.raises(ProtocolError, match=r"a worker session sends no step messages"):
+        step(store, attach(store, WORKER))
+    with pytest.raises(ProtocolError, match=r"a connecting session"):
+        step(store, store.connect(pid=1, uid=0))
+
+
+def test_hits_and_misses_are_what_the_messages_say(store: Store) -> None:
+    session = attach(store)
+    [at] = grants(store, session, 1)
+    step(store, session, commits=[commit(at, 1)], leases=[at])
+    assert store.stats(0).tiers[0].pinned_bytes == 4096
+    release = store_pb2.Release
+    step(store, session, releases=[release(at=at, loaded=True), release(at=at, loaded=False)], misses=2)
+    stats = store.stats(0)
+    assert (stats.tiers[0].hits, stats.failed_loads, stats.tiers[0].misses) == (1, 1, 2)
+    assert stats.tiers[0].pinned_bytes == 0
+
+
+def test_a_lease_in_the_message_that_releases_it_is_the_one_of_who_is_left(store: Store) -> None:
+    session = attach(store)
+    [at] = grants(store, session, 1)
+    step(store, session, commits=[commit(at, 1)], leases=[at])
+    step(store, session, releases=[store_pb2.Release(at=at, loaded=True)], leases=[at])
+    assert store.stats(0).tiers[0].pinned_bytes == 4096
+
+
+def test_a_lease_ends_30_s_after_its_last_renewal(store: Store) -> None:
+    session = attach(store)
+    [at] = grants(store, session, 1)
+    step(store, session, commits=[commit(at, 1)], leases=[at], now_ms=0)
+    step(store, session, leases=[at], now_ms=20_000)
+    store.expire_leases(49_999)
+    assert store.stats(0).tiers[0].pinned_bytes == 4096
+    store.expire_leases(50_000)
+    assert store.stats(0).tiers[0].pinned_bytes == 0
+
+
+def test_without_a_salt_nothing_is_stored_where_salts_are_required() -> None:
+    store = make_store(require_cache_salt=True)
+    session = attach(store)
+    one, two = grants(store, session, 2)
+    unsalted = tenant_id(TENANT_KEY, None)
+    reply = step(store, session, commits=[commit(one, 1, unsalted), commit(two, 2)])
+    assert reply.outcomes == [store_pb2.OUTCOME_REJECTED_ADMISSION, store_pb2.OUTCOME_STORED]
+    assert granted_bytes(store) == 0
+
+
+def test_a_lookup_checks_what_it_is_given(store: Store) -> None:
+    session = attach(store)
+    namespace = session.group.namespace
+    ten_thousand = [key(name) for name in range(10_000)]
+    request = store_pb2.LookupRequest(namespace_id=namespace, tenant=TENANT, keys=ten_thousand)
+    assert store.lookup(request) == bytes(10_000)
+    with pytest.raises(BadKey, match=r"key 6b has 1 bytes"):
+        store.lookup(store_pb2.LookupRequest(namespace_id=namespace, tenant=TENANT, keys=[b"k"]))
+    with pytest.raises(ProtocolError, match=r"of 16 bytes, not of 3 and 16"):
+        store.lookup(store_pb2.LookupRequest(namespace_id=b"abc", tenant=TENANT, keys=[]))
+
+
+# -- grants ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_group_holds_at_most_64_slots_or_a_hundredth_of_the_arena(store: Store) -> None:
+    session = attach(store)
+    reply = step(store, session, grants_wanted=100)
+    assert (len(reply.grants), reply.grants_short) == (64, store_pb2.OUTCOME_NOT_GRANTED)
+    reply = step(store, session, aborts=reply.grants[:10], grants_wanted=20)
+    assert len(reply.grants) == 10
+
+
+def test_a_large_arena_gives_one_group_a_hundredth() -> None:
+    store = make_store(64 << 20)
+    assert len(grants(store, attach(store), 10_000)) == (64 << 20) // 100 // 4096 == 163
+
+
+def test_all_groups_hold_at_most_a_quarter_of_the_arena_and_each_at_least_one_slot(store: Store) -> None:
+    size = 64 << 10  # the arena holds 128, a quarter is 32
+    counts = [len(grants(store, attach(store, chunk_bytes=size), 20)) for _ in range(4)]
+    assert counts == [20, 12, 1, 1]
+
+
+def test_a_chunk_of_half_the_arena_still_gets_its_slot(store: Store) -> None:
+    session = attach(store, chunk_bytes=ARENA_BYTES // 2)
+    assert len(grants(store, session, 2)) == 1
+
+
+def test_a_full_tier_says_so(store: Store) -> None:
+    # Eviction will change this: the committed chunks would have to be leased.
+    session = attach(store, chunk_bytes=ARENA_BYTES // 2)
+    stored = 0
+    while granted := grants(store, session, 1):
+        step(store, session, commits=[commit(granted[0], stored)])
+        stored += 1
+    assert stored == 2
+    assert step(store, session, grants_wanted=1).grants_short == store_pb2.OUTCOME_REJECTED_TIER_FULL
+
+
+def test_grants_outlive_the_connection_and_end_with_the_process(store: Store) -> None:
+    session = attach(store)
+    grants(store, session, 5)
+    store.hang_up(session)
+    assert granted_bytes(store) == 5 * 4096
+    assert store.watched(session)
+    store.process_ended(session)
+    assert granted_bytes(store) == 0
+    assert not store.watched(session)
+
+
+def test_the_pidfd_may_speak_first(store: Store) -> None:
+    session = attach(store)
+    grants(store, session, 5)
+    store.process_ended(session)
+    store.hang_up(session)
+    assert granted_bytes(store) == 0
+    assert store.stats(0).sessions == []
+
+
+def test_grants_end_only_with_the_last_process_of_the_group(store: Store) -> None:
+    scheduler, worker = attach(store, SCHEDULER), attach(store, WORKER)
+    grants(store, scheduler, 5)
+    store.process_ended(scheduler)
+    assert granted_bytes(store) == 5 * 4096
+    store.hang_up(worker)
+    assert granted_bytes(store) == 5 * 4096
+    store.process_ended(worker)
+    assert granted_bytes(store) == 0
+
+
+def test_leases_end_with_the_last_connection(store: Store) -> None:
+    scheduler, worker = attach(store, SCHEDULER), attach(store, WORKER)
+    [at] = grants(store, scheduler, 1)
+    step(store, scheduler, commits=[commit(at, 1)], leases=[at])
+    store.hang_up(scheduler)
+    assert store.stats(0).tiers[0].pinned_bytes == 4096
+    store.hang_up(worker)
+    assert store.stats(0).tiers[0].pinned_bytes == 0
+
+
+def test_a_process_that_hangs_up_without_grants_is_forgotten_at_once(store: Store) -> None:
+    session = attach(store)
+    store.hang_up(session)
+    assert not store.watched(session)
+    worker, other = attach(store, WORKER, world_size=2, range_bytes=HALF), attach(store, SCHEDULER, world_size=2)
+    store.hang_up(worker)
+    assert not store.watched(worker)
+    assert store.watched(other)
+
+
+def test_a_session_that_hung_up_gets_nothing_more(store: Store) -> None:
+    session = attach(store)
+    store.hang_up(session)
+    with pytest.raises(Unavailable, match=r"attach again"):
+        step(store, session, grants_wanted=1)
+    assert granted_bytes(store) == 0
+
+
+# -- fresh namespaces and probes ---------------------------------------------------------------------------------------
+
+
+def test_a_fresh_namespace_hides_what_was_there_and_ends_writes_begun_before(store: Store) -> None:
+    session = attach(store)
+    before, running, kept = grants(store, session, 3)
+    step(store, session, commits=[commit(before, 1)])
+    reply = step(store, session, fresh_namespace=True, commits=[commit(running, 2)])
+    assert reply.outcomes == [store_pb2.OUTCOME_NOT_GRANTED]
+    assert reply.group.namespace_id not in (b"", digest(document()))
+    assert found(store, session, 1) == MISS
+    # The third grant is still the group's: a worker may be writing to it.
+    assert granted_bytes(store) == 4096
+    assert step(store, session, commits=[commit(kept, 3)]).outcomes == [store_pb2.OUTCOME_NOT_GRANTED]
+    assert granted_bytes(store) == 0
+    [after] = grants(store, session, 1)
+    assert step(store, session, commits=[commit(after, 1)]).outcomes == [store_pb2.OUTCOME_STORED]
+    # Another engine of the base namespace keeps what the first one had.
+    assert found(store, attach(store), 1) == CPU
+
+
+def test_the_first_probe_wins_and_another_value_is_refused_with_both(store: Store) -> None:
+    first, second, third = attach(store), attach(store), attach(store)
+    probe = {"engine_family": "vllm", "hash_algorithm": "sha256_cbor"}
+    assert not step(store, first, probe=store_pb2.Probe(**probe, value=b"\x01")).HasField("group")
+    [at] = grants(store, second, 1)
+    reply = step(store, second, probe=store_pb2.Probe(**probe, value=b"\x02"), grants_wanted=1, commits=[commit(at, 1)])
+    assert "to 02," in reply.group.refused
+    assert "on this node to 01," in reply.group.refused
+    assert reply.outcomes == [store_pb2.OUTCOME_NOT_GRANTED]
+    assert list(reply.grants) == []
+    assert granted_bytes(store) == 0
+    other = store_pb2.Probe(engine_family="vllm", hash_algorithm="other", value=b"\x03")
+    assert not step(store, third, probe=other).HasField("group")
