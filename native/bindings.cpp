@@ -327,8 +327,7 @@ std::vector<std::byte> head_from(const nb::bytes& head) {
 
 void bind_io(nb::module_& m) {
     m.def("crc32c", [](nb::handle buffer) { return crc32c_of_buffer(buffer, &crc32c); }, "buffer"_a);
-    m.def("crc32c_table", [](nb::handle buffer) { return crc32c_of_buffer(buffer, &crc32c_table); },
-          "buffer"_a);
+    m.def("crc32c_table", [](nb::handle buffer) { return crc32c_of_buffer(buffer, &crc32c_table); }, "buffer"_a);
     m.def("crc32c_kind", &crc32c_kind);
     m.attr("IO_HEAD_BYTES") = IO_HEAD_BYTES;
 

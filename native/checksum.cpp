@@ -54,17 +54,27 @@ std::uint32_t update_table(std::uint32_t crc, const unsigned char* at, std::size
 
 #if defined(__x86_64__)
 #define KVSTORE_CRC_TARGET __attribute__((target("sse4.2")))
-KVSTORE_CRC_TARGET inline std::uint64_t step8(std::uint64_t crc, std::uint64_t word) { return _mm_crc32_u64(crc, word); }
-KVSTORE_CRC_TARGET inline std::uint32_t step1(std::uint32_t crc, unsigned char byte) { return _mm_crc32_u8(crc, byte); }
-bool has_instruction() { return __builtin_cpu_supports("sse4.2"); }
+KVSTORE_CRC_TARGET inline std::uint64_t step8(std::uint64_t crc, std::uint64_t word) {
+    return _mm_crc32_u64(crc, word);
+}
+KVSTORE_CRC_TARGET inline std::uint32_t step1(std::uint32_t crc, unsigned char byte) {
+    return _mm_crc32_u8(crc, byte);
+}
+bool has_instruction() {
+    return __builtin_cpu_supports("sse4.2");
+}
 constexpr const char* INSTRUCTION = "sse4.2";
 #else
 #define KVSTORE_CRC_TARGET __attribute__((target("+crc")))
 KVSTORE_CRC_TARGET inline std::uint64_t step8(std::uint64_t crc, std::uint64_t word) {
     return __crc32cd(static_cast<std::uint32_t>(crc), word);
 }
-KVSTORE_CRC_TARGET inline std::uint32_t step1(std::uint32_t crc, unsigned char byte) { return __crc32cb(crc, byte); }
-bool has_instruction() { return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0; }
+KVSTORE_CRC_TARGET inline std::uint32_t step1(std::uint32_t crc, unsigned char byte) {
+    return __crc32cb(crc, byte);
+}
+bool has_instruction() {
+    return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
+}
 constexpr const char* INSTRUCTION = "armv8";
 #endif
 
@@ -117,7 +127,9 @@ KVSTORE_CRC_TARGET std::uint32_t update_instruction(std::uint32_t crc, const uns
 }
 
 #else
-bool has_instruction() { return false; }
+bool has_instruction() {
+    return false;
+}
 constexpr const char* INSTRUCTION = "";
 constexpr auto update_instruction = update_table;
 #endif
@@ -135,6 +147,8 @@ std::uint32_t crc32c_table(const void* bytes, std::size_t nbytes) {
     return ~update_table(~0U, static_cast<const unsigned char*>(bytes), nbytes);
 }
 
-const char* crc32c_kind() { return HAS_INSTRUCTION ? INSTRUCTION : "table"; }
+const char* crc32c_kind() {
+    return HAS_INSTRUCTION ? INSTRUCTION : "table";
+}
 
 }  // namespace kvstore

@@ -249,7 +249,9 @@ IoPool::IoPool(int n_read_threads, int n_write_threads) : state_(std::make_share
     start(&State::watcher_thread);
 }
 
-IoPool::~IoPool() { close(std::chrono::milliseconds(0)); }
+IoPool::~IoPool() {
+    close(std::chrono::milliseconds(0));
+}
 
 void IoPool::add_region(std::uintptr_t address, std::uint64_t nbytes) {
     if (nbytes > std::numeric_limits<std::uintptr_t>::max() - address)
@@ -297,7 +299,9 @@ std::vector<IoDone> IoPool::poll() {
     return finished;
 }
 
-int IoPool::event_fd() const { return state_->event_fd; }
+int IoPool::event_fd() const {
+    return state_->event_fd;
+}
 
 bool IoPool::close(std::chrono::milliseconds timeout) {
     std::unique_lock lock(state_->mutex);

@@ -43,9 +43,9 @@ struct IoRequest {
 
 struct IoDone {
     std::uint64_t id = 0;
-    int error = 0;               // errno; ENODATA: the file ends before the request does; ETIMEDOUT: cancelled or late
-    bool late = false;           // past its deadline and still running: the memory is not free yet
-    std::uint32_t checksum = 0;  // of the payload
+    int error = 0;                // errno; ENODATA: the file ends before the request does; ETIMEDOUT: cancelled or late
+    bool late = false;            // past its deadline and still running: the memory is not free yet
+    std::uint32_t checksum = 0;   // of the payload
     std::vector<std::byte> head;  // of a read with a head
 };
 

@@ -567,9 +567,11 @@ class FsTier:
         place, write.place = write.place, None
         headers = write.ghosts | {write.chunk} if error else frozenset({write.chunk})
         if write.doomed_by is not None:
-            self._hand_over(write.doomed_by, place, headers)
-            if write.watched_by is not None:
-                self._one_less(write.watched_by)
+            # The removal that is under way zeroes the slot; a later one then finds it zeroed.
+            first = write.watched_by or write.doomed_by
+            if write.doomed_by is not first:
+                self._one_less(write.doomed_by)
+            self._hand_over(first, place, headers)
             self._end_write(write, WriteOutcome.ABORTED)
             return
         if write.watched_by is not None:
@@ -885,9 +887,12 @@ class FsTier:
                 self._queues[write.slot_bytes].waiting.remove(write)
                 self._end_write(write, WriteOutcome.ABORTED)
             else:
-                # From here on another write of the same chunk is a new one, under the new epoch.
+                # From here on another write of the same chunk is a new one.
                 del self._writes[write.chunk]
-                write.doomed_by = removal
+        for request in self._running.values():
+            # Those that were given up as late are among them: their bytes may land yet.
+            if isinstance(request, _Write) and request.doomed_by is None and scope.covers(request.chunk):
+                request.doomed_by = removal
                 removal.waits_for += 1
         self._removals.append(removal)
         if len(self._removals) == 1:

@@ -451,16 +451,16 @@ class FsDirectory:
 
     def forget_slab(self, fd: int, header: SlabHeader) -> None:
         """Gives the slab another epoch, durably: no slot in it counts any more."""
-        self.write_block(fd, 0, header.encode())
-        os.fdatasync(fd)
-
-    def remove_slab(self, fd: int, header: SlabHeader) -> None:
-        """`header` has an epoch of its own, so that a slab which comes back after a power cut holds nothing."""
         try:
-            self.forget_slab(fd, header)
+            self.write_block(fd, 0, header.encode())
+            os.fdatasync(fd)
         except OSError:
             self._unforgotten.append((fd, header))
             raise
+
+    def remove_slab(self, fd: int, header: SlabHeader) -> None:
+        """`header` has an epoch of its own, so that a slab which comes back after a power cut holds nothing."""
+        self.forget_slab(fd, header)
         self._step("slab forgotten")
         self._unlink(fs_paths.slab(header.slab))
         os.close(fd)
@@ -468,8 +468,7 @@ class FsDirectory:
     def settle(self) -> None:
         """Tries again to forget the slabs that could not be: until then no removal lasts. OSError."""
         while self._unforgotten:
-            self.forget_slab(*self._unforgotten[-1])
-            self._unforgotten.pop()
+            self.forget_slab(*self._unforgotten.pop())
 
     def zero_slots(self, fd: int, slots: list[int], slot_bytes: int) -> None:
         """Overwrites the slots' header blocks, durably."""

@@ -132,7 +132,7 @@ class Recovery:
         best: dict[ChunkId, tuple[SlotHeader, Place]] = {}
         superseded: list[Place] = []
         sequence = 0
-        for place, header in self._headers(list(_unheld(catalog))):
+        for place, header in self._headers(catalog, list(_unheld(catalog))):
             if header is None or not _belongs(header, place):
                 catalog.free(place)
                 continue
@@ -160,7 +160,7 @@ class Recovery:
     def _sweep(self, catalog: Catalog) -> None:
         """Leaves no valid header in a slot that the index does not mention."""
         leftover = []
-        for place, header in self._headers(list(_unheld(catalog))):
+        for place, header in self._headers(catalog, list(_unheld(catalog))):
             if header is not None and _belongs(header, place):
                 leftover.append(place)
             else:
@@ -177,8 +177,11 @@ class Recovery:
         for place in places:
             catalog.free(place)
 
-    def _headers(self, places: list[Place]) -> Iterator[tuple[Place, SlotHeader | None]]:
-        """Each place's header, or None where there is none that is valid. Many reads are in flight."""
+    def _headers(self, catalog: Catalog, places: list[Place]) -> Iterator[tuple[Place, SlotHeader | None]]:
+        """Each place's header, or None where there is none that is valid. Many reads are in flight.
+
+        What cannot be read is quarantined: nobody knows what it would say.
+        """
         pool = IoPool(SCAN_THREADS, 1)
         try:
             submitted = done = 0
@@ -192,7 +195,11 @@ class Recovery:
                 select.select([pool.event_fd], [], [], 1.0)
                 for read in pool.poll():
                     done += 1
-                    yield places[read.request], _decoded(read.head) if read.error == 0 else None
+                    place = places[read.request]
+                    if read.error:
+                        catalog.quarantine(place)
+                    else:
+                        yield place, _decoded(read.head)
                 self.progress(done, len(places))
         finally:
             pool.close(timeout_s=1.0)

@@ -60,13 +60,17 @@ STARTS = [
 
 def child(path: Path, *, seed: int = 0, cap: int = CAP, point: str = "none", count: int = 0) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.crash.fs_child", str(path), str(seed), str(cap), point, str(count)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def until_dead(process: subprocess.Popen[str]) -> list[str]:
-    lines, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode in (0, -signal.SIGKILL), errors
-    return lines.splitlines()
+    # Not by `communicate`, which would leave out what `readline` has read ahead.
+    assert process.stdout is not None
+    with process:
+        lines = process.stdout.read().splitlines()
+        process.wait(timeout=TIMEOUT_S)
+    assert process.returncode in (0, -signal.SIGKILL)
+    return lines
 
 
 def committed(path: Path) -> dict[object, fs_index.Record]:

@@ -561,6 +561,26 @@ def test_a_removal_waits_for_a_write_that_hangs_and_undoes_it(tmp_path: Path, ha
     run(scenario)
 
 
+def test_a_removal_covers_a_write_that_was_given_up_as_late(tmp_path: Path, hanging: HangingMemory) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path / "fs", options(io_deadline_ms=50)) as bench:
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            told: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
+            memory = Memory(hanging.address, CHUNK_BYTES)
+            bench.tier.write(chunk_id(5), memory, told.set_result, lambda: None)
+            assert await told is WriteOutcome.LATE
+            removal = asyncio.ensure_future(bench.remove(Scope(tenant=chunk_id(5).tenant)))
+            await until(lambda: bool(bench.tier._removals) and bench.tier._removals[0].has_ghosts, "the removal")
+            hanging.let_go()
+            await removal
+            shutil.copytree(tmp_path / "fs", tmp_path / "killed")
+        (tmp_path / "killed" / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path / "killed") as bench:
+            assert list(bench.tier.chunks()) == []
+
+    run(scenario)
+
+
 def test_a_read_under_way_when_its_chunk_is_removed_brings_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with fs_bench(tmp_path) as bench:
