@@ -211,8 +211,8 @@ def test_closing_while_headers_are_read_does_not_wait_for_them(tmp_path: Path) -
         (tmp_path / fs_paths.INDEX).unlink()
         async with fs_bench(tmp_path, options(64 << 20), chunk_bytes=4096, wait_ready=False) as bench:
             assert not bench.tier.contains(chunk_id(0))
-            assert await bench.write(chunk_id(500)) is WriteOutcome.SICK
             assert bench.tier.stats().warming is not None
+            assert await bench.write(chunk_id(500)) is WriteOutcome.SICK
         async with fs_bench(tmp_path, options(64 << 20), chunk_bytes=4096) as bench:
             assert await found(bench, range(200)) == list(range(200))
 
