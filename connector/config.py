@@ -13,10 +13,17 @@ _KEYS = (
     "blocks_per_chunk",
     "offload_prompt_only",
     "require_cache_salt",
+    "prefetch_policy",
+    "prefetch_timeout_ms",
     "self_describing_kv_events",
     "canonical_layout",
 )
 _SET_BY_US = {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE_PATH}
+
+
+PREFETCH_POLICIES = ("timeout", "best_effort", "wait_complete")
+PREFETCH_TIMEOUT_MS = 1_000
+WAIT_COMPLETE_MS = 30_000  # as long as the daemon keeps what it has read; it answers long before, also for a hung disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +31,9 @@ class ConnectorConfig:
     endpoint: str  # "unix:///run/kvstore/kvstore.sock"
     offload_prompt_only: bool  # True: what a request generates is not stored, so the next turn recomputes the answer
     require_cache_salt: bool  # requests without a salt are neither stored nor loaded
+    prefetch_wait_ms: (
+        int  # the most that a request waits for chunks that are only on disk; 0: what is not there is a miss
+    )
     self_describing_kv_events: bool  # vLLM's own
 
     @classmethod
@@ -55,6 +65,7 @@ class ConnectorConfig:
             endpoint=_endpoint(raw),
             offload_prompt_only=_boolean(raw, "offload_prompt_only", False),
             require_cache_salt=_boolean(raw, "require_cache_salt", False),
+            prefetch_wait_ms=_prefetch_wait_ms(raw),
             self_describing_kv_events=_boolean(raw, "self_describing_kv_events", False),
         )
 
@@ -85,6 +96,24 @@ def _endpoint(raw: Mapping[str, object]) -> str:
             "for example unix:///run/kvstore/kvstore.sock"
         )
     return value
+
+
+def _prefetch_wait_ms(raw: Mapping[str, object]) -> int:
+    policy = raw.get("prefetch_policy", "timeout")
+    if policy not in PREFETCH_POLICIES:
+        raise ValueError(
+            f"kv_connector_extra_config: prefetch_policy={policy!r} must be one of {', '.join(PREFETCH_POLICIES)}"
+        )
+    _positive(raw, "prefetch_timeout_ms")
+    timeout_ms = raw.get("prefetch_timeout_ms")
+    if timeout_ms is not None and policy != "timeout":
+        raise ValueError(
+            f"kv_connector_extra_config: prefetch_timeout_ms={timeout_ms!r} is of no use with "
+            f"prefetch_policy={policy!r}; leave one of them out"
+        )
+    if policy == "timeout":
+        return PREFETCH_TIMEOUT_MS if timeout_ms is None else int(str(timeout_ms))
+    return 0 if policy == "best_effort" else WAIT_COMPLETE_MS
 
 
 def _boolean(raw: Mapping[str, object], key: str, default: bool) -> bool:

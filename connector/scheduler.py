@@ -22,13 +22,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
+    Locality,
     LookupResult,
+    Medium,
     OffloadingManager,
     OffloadKey,
     OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    TierFilter,
     get_offload_block_hash,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -36,7 +39,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from connector import metrics
 from connector.link import Link
 from connector.messages import ChunkSpec
-from kvstore._native import CPU, MISS, class_bytes
+from kvstore._native import CPU, FS, MISS, PENDING, class_bytes
 from kvstore.limits import HEARTBEAT_STALE_MS, grants_per_group_max
 from kvstore.session import Session
 from kvstore.steps import Outcome, Steps
@@ -76,6 +79,7 @@ class Rules:
     stores: bool
     stores_answers: bool  # chunks that hold generated tokens too
     require_cache_salt: bool
+    prefetch_wait_s: float = 0.0  # the most that a request waits for chunks that are only on disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,18 @@ class Found:
 
     attached: Attached | None
     chunks: Mapping[bytes, tuple[int, int]]  # key -> (slot, generation), cpu tier
+    coming: Collection[bytes] = ()  # keys on their way up from the fs tier, and waited for
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """What a request asked the daemon to read from disk."""
+
+    attached: Attached
+    until_s: float
+    ticket: int = 0  # of the last round
+    below: int = 0  # how many chunks of its prefix were on disk then
+    over: bool = False  # what has not come by now is a miss for this request
 
 
 NOTHING_FOUND = Found(None, {})
@@ -114,6 +130,8 @@ class RequestRecord:
     found: Found | None = None  # None: to be looked up when vLLM asks
     misses_told: bool = False
     barred: set[bytes] = field(default_factory=set)  # keys whose load failed: not tried again
+    prefetch: Prefetch | None = None
+    prefetched: set[bytes] = field(default_factory=set)  # keys asked for: a hit of fs, not of cpu
     refused_from: int | None = None  # first chunk of the chain that could not be stored; nothing after it is
     deferrals: int = 0
     grants_expected: int = 0
@@ -255,10 +273,13 @@ class SchedulerHalf(OffloadingManager):
         if record is None:
             return LookupResult.MISS
         if record.found is None:  # not before vLLM asks: a request that skips the cache asks nothing
-            record.found = self._look_up(record)
-        return LookupResult.HIT if get_offload_block_hash(key) in record.found.chunks else LookupResult.MISS
+            record.found = self._look_up(record, req_context.load_tier_filter)
+        chunk_key = get_offload_block_hash(key)
+        if chunk_key in record.found.coming:
+            return LookupResult.RETRY
+        return LookupResult.HIT if chunk_key in record.found.chunks else LookupResult.MISS
 
-    def _look_up(self, record: RequestRecord) -> Found:
+    def _look_up(self, record: RequestRecord, tiers: TierFilter) -> Found:
         attached = self._usable()
         if attached is None or not record.served or not self._rules.loads:
             return NOTHING_FOUND
@@ -272,15 +293,52 @@ class SchedulerHalf(OffloadingManager):
             attached.steps.miss(missing)
             if self._rules.stores:
                 self._expect(record, missing)
+        from_cpu = tiers.allows(Medium.CPU, Locality.LOCAL)
         chunks = {
             key: (slot, generation)
             for key, code, slot, generation in zip(keys, codes, slots.tolist(), generations.tolist(), strict=True)
-            if code == CPU and key not in record.barred
+            if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
         }
-        return Found(attached, chunks)
+        coming: Collection[bytes] = ()
+        if tiers.allows(Medium.STORAGE, Locality.LOCAL):
+            coming = self._prefetch(record, attached, dict(zip(keys, codes, strict=True)), chunks)
+        return Found(attached, chunks, coming)
 
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:  # noqa: ARG002
-        return CacheHitSource.HOST
+    def _prefetch(
+        self, record: RequestRecord, attached: Attached, codes: Mapping[bytes, int], chunks: Collection[bytes]
+    ) -> Collection[bytes]:
+        """Ask for what is only on disk, and say what is worth waiting for. What lies behind a hole is not, where a
+        chunk is no use without those before it."""
+        below: list[bytes] = []
+        for key, code in codes.items():
+            if code in (FS, PENDING) and key not in record.barred:
+                below.append(key)
+            elif key not in chunks and self._geometry.names_parents:
+                break
+        prefetch, now = record.prefetch, self._clock()
+        if not below or attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+            return ()  # nobody would read them
+        if prefetch is None or prefetch.attached is not attached:
+            prefetch = record.prefetch = Prefetch(attached, now + self._rules.prefetch_wait_s)
+        if prefetch.over:
+            return ()
+        round_over = attached.steps.promotes_answered >= prefetch.ticket and all(codes[key] == FS for key in below)
+        if prefetch.ticket == 0 or (round_over and len(below) < prefetch.below):
+            # Another round may find room for what the last one did not bring.
+            prefetch.ticket = attached.steps.promote(record.tenant(attached), below)
+            prefetch.below = len(below)
+            record.prefetched.update(below)
+            attached.steps.flush()
+        elif round_over:
+            prefetch.over = True
+        if now >= prefetch.until_s:
+            prefetch.over = True
+        return () if prefetch.over else frozenset(below)
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        record = req_context.get_state(RequestRecord)
+        from_disk = record is not None and get_offload_block_hash(key) in record.prefetched
+        return CacheHitSource.DISK if from_disk else CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkSpec:
         record = req_context.get_state(RequestRecord)
@@ -320,7 +378,7 @@ class SchedulerHalf(OffloadingManager):
             position, _, chunk_key, code = offered
             if record.chunk_keys(self._geometry, position, position + 1) != [chunk_key]:
                 continue  # the request's tokens were changed since vLLM noted this key: its bytes are another's
-            if code != MISS:
+            if code in (CPU, PENDING):
                 present.append(chunk_key)
                 record.tail = (int(slots[i]), int(generations[i]))
             elif record.refused_from is not None and position >= record.refused_from:
@@ -507,7 +565,8 @@ class SchedulerHalf(OffloadingManager):
         else:
             for i, (slot, generation) in enumerate(places):
                 if (slot, generation) != NOWHERE:
-                    steps.release(slot, generation, loaded=i not in job.failed)
+                    promoted = job.keys[i] in job.record.prefetched
+                    steps.release(slot, generation, loaded=i not in job.failed, promoted=promoted)
             job.record.barred.update(job.keys[i] for i in job.failed)
             self._count(metrics.LOADED_CHUNKS, len(job.keys) - len(job.failed))
             self._count(metrics.FAILED_LOADS, len(job.failed))

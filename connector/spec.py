@@ -110,6 +110,7 @@ class KVStoreSpec(OffloadingSpec):
                 stores=transfer.is_kv_producer,
                 stores_answers=not engine.config.offload_prompt_only,
                 require_cache_salt=engine.config.require_cache_salt,
+                prefetch_wait_s=engine.config.prefetch_wait_ms / 1000,
             ),
             Probe(
                 identity.ENGINE_FAMILY,

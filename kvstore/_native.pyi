@@ -208,6 +208,19 @@ class Index:
     def lease(self, group: int, refs: Sequence[tuple[int, int]], deadline_ms: int) -> list[bool]: ...
     def release(self, group: int, refs: Sequence[tuple[int, int]]) -> list[bool]: ...
     def expire_leases(self, now_ms: int) -> int: ...
+    def begin_io(self, slot: int, generation: int) -> bool:
+        """The daemon itself reads the chunk's slot, which stays put until as many `end_io`. False: the chunk has gone.
+
+        Not counted towards the half of the arena that may be leased.
+        """
+
+    def end_io(self, slot: int, generation: int) -> None: ...
+    def set_lower(self, namespace: bytes, tenant: bytes, key: bytes, where: int) -> None:
+        """What the table shows of a chunk that the cpu tier does not hold: FS, PENDING, or MISS for no longer there.
+
+        A hint, left out where the table has no room. A chunk of the cpu tier stays CPU and becomes FS when evicted.
+        """
+
     def touch(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]) -> None:
         """Head first; the tail is touched first, so that a parent is never older than its child."""
 
@@ -219,7 +232,7 @@ class Index:
         """Every process of the group has ended: its grants are free again and its leases are gone."""
 
     def stats(self) -> dict[str, int]:
-        """used_bytes granted_bytes pinned_bytes chunks grants leases evictions entries entries_max tenants
+        """used_bytes granted_bytes pinned_bytes io_bytes chunks grants leases evictions entries entries_max tenants
         poison_commits digest_collisions. `entries_max` counts every place of the table; an insert can fail before."""
 
     def problems(self) -> list[str]:

@@ -44,6 +44,8 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
                 "misses": tier.misses,
                 "evictions": tier.evictions,
                 "corruptions": tier.corruptions,
+                "dropped_stores": tier.dropped_stores,
+                "sick": tier.sick,
             }
             for tier in reply.tiers
         ],

@@ -16,7 +16,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # of collections.abc from Python 3.12 on
 
 COPY_THREADS = 2
 ATTACH_BACKOFF_MIN_S, ATTACH_BACKOFF_MAX_S = 0.05, 1.0
+PENDING_POLL_S = 0.001  # the table costs microseconds
 COPY_TIMEOUT_S = 60.0  # of one batch between two memories of this host
 
 
@@ -81,6 +82,9 @@ class Miss:
 
 
 GetOutcome = Loaded | Miss
+
+# Copies what these positions of the caller's keys have in these slots; per position, 1 when it was still there after.
+_CopyFound = Callable[[list[int], NDArray[np.uint32], NDArray[np.uint64]], Sequence[int]]
 
 _STORED, _PRESENT, _LOADED, _MISS = Stored(), Present(), Loaded(), Miss()
 _PUT_OUTCOMES: dict[Outcome, PutOutcome] = {
@@ -163,25 +167,26 @@ class StoreClient:
         return list(map(_LOOKUP_OF_CODE.__getitem__, codes))
 
     def get(self, salt: str | None, keys: Sequence[bytes], timeout_s: float = 5.0) -> list[bytes | None]:
-        """Each chunk's bytes, or None for one that is not there: the caller recomputes. `timeout_s`: whole call."""
-        del timeout_s  # what is in the cpu tier is copied at once
+        """Each chunk's bytes, or None for one that is not there: the caller recomputes.
+
+        What is only in the fs tier is promoted and waited for, as far as there is room. `timeout_s`: whole call.
+        """
         connection = self._enter()
         try:
-            return connection.get(connection.tenant(salt), keys)
+            return connection.get(connection.tenant(salt), keys, timeout_s)
         finally:
             self._leave(connection)
 
     def get_into(
         self, salt: str | None, buffers: "Mapping[bytes, Buffer]", timeout_s: float = 5.0
     ) -> dict[bytes, GetOutcome]:
-        """Each chunk's bytes into its writable buffer of `chunk_bytes`, copied by several threads, no allocation."""
-        del timeout_s
+        """As `get`, into writable buffers of `chunk_bytes`, copied by several threads, no allocation."""
         keys = list(buffers)
         _require_keys(keys)
         targets = [_bytes_of(key, buffer, self.chunk_bytes, writable=True) for key, buffer in buffers.items()]
         connection = self._enter()
         try:
-            return connection.get_into(connection.tenant(salt), keys, targets)
+            return connection.get_into(connection.tenant(salt), keys, targets, timeout_s)
         finally:
             self._leave(connection)
 
@@ -322,43 +327,85 @@ class _Connection:
             self._steps.flush()
         return outcomes
 
-    def get(self, tenant: bytes, keys: Sequence[bytes]) -> list[bytes | None]:
-        codes, slots, generations = self.find(tenant, keys)
-        found = [position for position, code in enumerate(codes) if code == _native.CPU]
+    def get(self, tenant: bytes, keys: Sequence[bytes], timeout_s: float) -> list[bytes | None]:
         copies: list[bytes | None] = [None] * len(keys)
-        with self._arena.view() as view:
-            for position in found:
-                offset = self._offset(int(slots[position]))
-                copies[position] = view[offset : offset + self._chunk_bytes].tobytes()
-        slots, generations = slots[found], generations[found]
-        current = self._table.current(slots, generations)
-        for position, same in zip(found, current, strict=True):
-            if not same:
-                copies[position] = None
-        self._report(tenant, keys, len(keys) - len(found), slots, generations, current)
+
+        def copy(positions: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> Sequence[int]:
+            with self._arena.view() as view:
+                for position, slot in zip(positions, slots.tolist(), strict=True):
+                    offset = self._offset(slot)
+                    copies[position] = view[offset : offset + self._chunk_bytes].tobytes()
+            current = self._table.current(slots, generations)
+            for position, same in zip(positions, current, strict=True):
+                if not same:
+                    copies[position] = None
+            return current
+
+        self._load(tenant, keys, timeout_s, copy)
         return copies
 
-    def get_into(self, tenant: bytes, keys: list[bytes], targets: list[NDArray[np.uint8]]) -> dict[bytes, GetOutcome]:
-        codes, slots, generations = self.find(tenant, keys)
-        found = [position for position, code in enumerate(codes) if code == _native.CPU]
+    def get_into(
+        self, tenant: bytes, keys: list[bytes], targets: list[NDArray[np.uint8]], timeout_s: float
+    ) -> dict[bytes, GetOutcome]:
         outcomes: dict[bytes, GetOutcome] = dict.fromkeys(keys, _MISS)
-        slots, generations = slots[found], generations[found]
-        current = bytearray(b"\1") * len(found)
-        if found:
-            ended = self._copy(
-                [self._address(int(slot)) for slot in slots],
-                [_address_of(targets[position]) for position in found],
-                [_address_of(targets[position]) for position in found],
-                slots=slots,
-                generations=generations,
-            )
-            for index in ended.failed:
-                current[index] = 0
-        for position, same in zip(found, current, strict=True):
-            if same:
-                outcomes[keys[position]] = _LOADED
-        self._report(tenant, keys, len(keys) - len(found), slots, generations, current)
+
+        def copy(positions: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> Sequence[int]:
+            current = bytearray(b"\1") * len(positions)
+            if positions:
+                addresses = [_address_of(targets[position]) for position in positions]
+                ended = self._copy(
+                    [self._address(slot) for slot in slots.tolist()],
+                    addresses,
+                    addresses,
+                    slots=slots,
+                    generations=generations,
+                )
+                for index in ended.failed:
+                    current[index] = 0
+            for position, same in zip(positions, current, strict=True):
+                if same:
+                    outcomes[keys[position]] = _LOADED
+            return current
+
+        self._load(tenant, keys, timeout_s, copy)
         return outcomes
+
+    def _load(self, tenant: bytes, keys: Sequence[bytes], timeout_s: float, copy: _CopyFound) -> None:
+        """Copy what the cpu tier has; have the rest of what there is promoted, in rounds of as much as has room; count
+        hits and misses, and touch the chain. A round that brings nothing is the last one."""
+        deadline_s = time.monotonic() + timeout_s
+        positions = list(range(len(keys)))
+        promoted = False
+        while positions:
+            codes, slots, generations = self.find(tenant, [keys[position] for position in positions])
+            found = [i for i, code in enumerate(codes) if code == _native.CPU]
+            below = [positions[i] for i, code in enumerate(codes) if code in (_native.FS, _native.PENDING)]
+            self._steps.miss(len(codes) - len(found) - len(below))
+            slots, generations = slots[found], generations[found]
+            current = copy([positions[i] for i in found], slots, generations)
+            for slot, generation, same in zip(slots.tolist(), generations.tolist(), current, strict=True):
+                self._steps.release(slot, generation, loaded=bool(same), promoted=promoted)
+            positions = below if found or not promoted else []
+            promoted = True
+            if positions:
+                self._promote(tenant, [keys[position] for position in positions], deadline_s)
+        self._steps.touch(tenant, keys)
+        self._steps.flush()
+
+    def _promote(self, tenant: bytes, keys: list[bytes], deadline_s: float) -> None:
+        """Ask for them, and wait until none is on its way any more. Unavailable: the daemon does not answer."""
+        if self._table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+            return  # nobody would read them
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return
+        self._steps.promote(tenant, keys)
+        self._steps.settle(max(left_s, self._timeout_s))
+        while time.monotonic() < deadline_s and not self.lost:
+            codes, _, _ = self.find(tenant, keys)
+            if _native.PENDING not in codes:
+                return
+            time.sleep(PENDING_POLL_S)
 
     def _namespace(self) -> bytes:
         return self._steps.group.namespace_id
@@ -426,22 +473,6 @@ class _Connection:
         with self._ended_lock:
             self._ended |= {finished.job: finished for finished in self._copier.finished()}
             return self._ended.pop(job)
-
-    def _report(
-        self,
-        tenant: bytes,
-        keys: Sequence[bytes],
-        missed: int,
-        slots: NDArray[np.uint32],
-        generations: NDArray[np.uint64],
-        current: Sequence[int],
-    ) -> None:
-        """Count hits and misses, and touch the chain."""
-        for slot, generation, same in zip(slots.tolist(), generations.tolist(), current, strict=True):
-            self._steps.release(slot, generation, loaded=bool(same))
-        self._steps.miss(missed)
-        self._steps.touch(tenant, keys)
-        self._steps.flush()
 
 
 def _require_keys(keys: Sequence[bytes]) -> None:

@@ -25,6 +25,7 @@ from kvstore.namespace import seed_problem
 GRPC_SOCKET = "kvstore.sock"
 ARENA_SOCKET = "arena.sock"
 ARENA_BYTES_MIN = 64 << 10
+FS_BYTES_MIN = 1 << 20
 METRICS_LISTEN_DEFAULT = "127.0.0.1:9765"
 
 _UNITS = {"": 1, "B": 1} | {
@@ -50,6 +51,8 @@ class ServeConfig:
     runtime_dir: Path
     cpu_bytes: int  # the arena, exact
     index_bytes: int | None  # largest size of the table; None: what fits the tiers
+    fs_dir: Path | None  # None: no filesystem tier
+    fs_bytes: int  # hard cap of the directory; 0 without one
     hash_seed: str
     require_cache_salt: bool
     metrics_listen: ListenAddress | None  # None: off
@@ -214,6 +217,8 @@ _SETTINGS: dict[str, tuple[Callable[[object], object], object]] = {
     "runtime_dir": (_path, None),
     "cpu_bytes": (parse_bytes, None),
     "index_bytes": (parse_bytes, None),
+    "fs_dir": (_path, None),
+    "fs_bytes": (parse_bytes, None),
     "hash_seed": (_text, None),
     "require_cache_salt": (_flag_value, False),
     "metrics_listen": (_listen, _listen(METRICS_LISTEN_DEFAULT)),
@@ -235,6 +240,13 @@ def _checked(values: dict[str, Any], environment: Mapping[str, str]) -> ServeCon
     if cpu_bytes < ARENA_BYTES_MIN:
         raise ConfigurationError(f"--cpu-bytes is {cpu_bytes}, less than the {ARENA_BYTES_MIN} that hold anything")
 
+    fs_dir, fs_bytes = values["fs_dir"], values["fs_bytes"]
+    if (fs_dir is None) != (fs_bytes is None):
+        given, missing = ("--fs-bytes", "--fs-dir") if fs_dir is None else ("--fs-dir", "--fs-bytes")
+        raise ConfigurationError(f"{given} is given without {missing}; the filesystem tier takes both")
+    if fs_bytes is not None and fs_bytes < FS_BYTES_MIN:
+        raise ConfigurationError(f"--fs-bytes is {fs_bytes}, less than the {FS_BYTES_MIN} that hold anything")
+
     allow_uids, socket_mode = values["allow_uid"], values["socket_mode"]
     if allow_uids and socket_mode != 0o660:
         raise ConfigurationError(
@@ -247,6 +259,8 @@ def _checked(values: dict[str, Any], environment: Mapping[str, str]) -> ServeCon
         runtime_dir=runtime_dir,
         cpu_bytes=cpu_bytes,
         index_bytes=values["index_bytes"],
+        fs_dir=fs_dir,
+        fs_bytes=fs_bytes or 0,
         hash_seed=seed,
         require_cache_salt=values["require_cache_salt"],
         metrics_listen=values["metrics_listen"],

@@ -17,7 +17,7 @@ _TIER_GAUGES = {
     "granted_bytes": "Slots handed out for writing and not committed yet.",
     "pinned_bytes": "Slots under a lease.",
     "overhead_bytes": "The table, beside the capacity.",
-    "ready_bytes": "Pre-faulted so far; only these can be granted.",
+    "ready_bytes": "cpu: pre-faulted so far, only these can be granted; fs: all of it once its index is read.",
     "chunks": "Committed chunks.",
 }
 _TIER_COUNTERS = {
@@ -25,6 +25,7 @@ _TIER_COUNTERS = {
     "misses": "Chunks looked for and in no tier; the same number in every tier.",
     "evictions": "Chunks dropped by policy.",
     "corruptions": "Chunks removed because their bytes were not theirs.",
+    "dropped_stores": "Chunks that should have been written to this tier and were not.",
 }
 
 
@@ -51,6 +52,10 @@ def families(stats: admin_pb2.StatsReply) -> Iterator[Metric]:
         for tier in stats.tiers:
             counter.add_metric([tier.name], getattr(tier, field))
         yield counter
+    sick = GaugeMetricFamily("kvstore_sick", "1 while the tier refuses stores or loads.", labels=["tier"])
+    for tier in stats.tiers:
+        sick.add_metric([tier.name], bool(tier.sick))
+    yield sick
     yield CounterMetricFamily("kvstore_stores", "Commits that made a chunk visible.", value=stats.stores)
     yield CounterMetricFamily(
         "kvstore_failed_loads", "Releases of chunks that were not loaded: failed or never begun.",

@@ -1,8 +1,9 @@
 """One daemon: locks, sockets, the cpu tier, the store and its servicers, put together, run, and taken down.
 
 Order of a start, and why: configuration (nothing is touched) -> runtime directory -> lock (a second daemon ends here,
-before gRPC, which unlinks the first one's socket without asking) -> what lies at the sockets' paths -> memory ->
-metrics port -> gRPC -> arena.sock -> ready. Pre-faulting goes on after that.
+before gRPC, which unlinks the first one's socket without asking) -> what lies at the sockets' paths -> the fs
+directory's lock -> memory -> metrics port -> gRPC -> arena.sock -> ready. Pre-faulting and the reading of the fs tier's
+index go on after that.
 
 Concurrency: one event loop owns the store and both sockets. Its timers write the heartbeat and end leases. Other
 threads: the tier's pre-fault thread, and the metrics exporter's, which both reach the loop with call_soon_threadsafe.
@@ -21,7 +22,7 @@ import secrets
 import signal
 import socket
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
@@ -33,20 +34,26 @@ from grpc_reflection.v1alpha import reflection
 
 from kvstore.attach import ArenaSocket
 from kvstore.config import ServeConfig, grpc_target
-from kvstore.errors import ConfigurationError
+from kvstore.errors import ConfigurationError, LimitExceeded
 from kvstore.limits import HEARTBEAT_INTERVAL_MS, MESSAGE_BYTES_MAX
 from kvstore.metrics import DaemonCollector
+from kvstore.movement import Movement
 from kvstore.rpc.handover import Memory
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
 from kvstore.service import Admin, Chunks, Sessions, TokenInterceptor, clock_ms
 from kvstore.store import Store
 from kvstore.tenant import TENANT_KEY_BYTES
 from kvstore.tiers.cpu import CpuTier
+from kvstore.tiers.fs import FsOptions, FsTier
+from kvstore.tiers.fs_directory import DirectoryInUse, FsDirectory
 
 LOCK_FILE = "kvstore.lock"
 INSTANCE_ID_BYTES = 16
 INDEX_KEY_BYTES = 16
 LEASE_SWEEP_S = 1.0
+HEALTH_INTERVAL_S = 1.0
+DRAIN_S = 10.0  # how long a stop waits for chunks that are not on disk yet
+FS_HEALTH = "tier/fs"  # beside the services, for health checks
 STOP_GRACE_S = 0.5
 SNAPSHOT_TIMEOUT_S = 2.0
 EXIT_STOPPED, EXIT_FAILED, EXIT_USAGE, EXIT_RUNNING = 0, 1, 2, 3
@@ -77,11 +84,13 @@ def serve(config: ServeConfig, *, verify: bool = False) -> int:
             stack.enter_context(_locked(config.runtime_dir / LOCK_FILE))
             for path in (config.grpc_path, config.arena_path):
                 _clear_stale_socket(path)
-            uvloop.run(_serve(config, group, verify=verify))
+            # Its lock goes with the process: I/O that hangs may outlive everything else here.
+            directory = None if config.fs_dir is None else FsDirectory.open(config.fs_dir)
+            uvloop.run(_serve(config, group, directory, verify=verify))
     except ConfigurationError as error:
         _log.error("%s", error)
         return EXIT_USAGE
-    except AlreadyRunning as error:
+    except (AlreadyRunning, DirectoryInUse) as error:
         _log.error("%s", error)
         return EXIT_RUNNING
     except StartFailed as error:
@@ -90,7 +99,7 @@ def serve(config: ServeConfig, *, verify: bool = False) -> int:
     return EXIT_STOPPED
 
 
-async def _serve(config: ServeConfig, group: int | None, *, verify: bool) -> None:
+async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory | None, *, verify: bool) -> None:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -98,14 +107,17 @@ async def _serve(config: ServeConfig, group: int | None, *, verify: bool) -> Non
 
     instance_id = secrets.token_bytes(INSTANCE_ID_BYTES)
     index_key = secrets.token_bytes(INDEX_KEY_BYTES)
-    tenant_key = secrets.token_bytes(TENANT_KEY_BYTES)
+    tenant_key = secrets.token_bytes(TENANT_KEY_BYTES) if directory is None else directory.tenant_key
     tier = CpuTier(
         cpu_bytes=config.cpu_bytes,
         index_bytes=config.index_bytes,
         index_key=index_key,
         instance_id=instance_id,
+        lower_bytes=config.fs_bytes,
         verify=verify,
     )
+    movement = None if directory is None else _movement(config, tier, directory)
+    small_files = _Tasks()
     store = Store(
         tier,
         instance_id=instance_id,
@@ -114,6 +126,8 @@ async def _serve(config: ServeConfig, group: int | None, *, verify: bool) -> Non
         hash_seed=config.hash_seed,
         require_cache_salt=config.require_cache_salt,
         started_ms=clock_ms(),
+        movement=movement,
+        keep_document=None if movement is None else lambda text: small_files.begin(_keep_namespace(movement.fs, text)),
         verify=verify,
     )
     arena_socket = ArenaSocket(
@@ -136,18 +150,12 @@ async def _serve(config: ServeConfig, group: int | None, *, verify: bool) -> Non
         asyncio.create_task(_every(HEARTBEAT_INTERVAL_MS / 1000, store.heartbeat)),
         asyncio.create_task(_every(LEASE_SWEEP_S, sweep)),
     ]
+    if movement is not None:
+        movement.fs.start()
+        beating.append(asyncio.create_task(_warm(movement, store)))
+        beating.append(asyncio.create_task(_say_fs_health(movement.fs, health_servicer)))
     try:
-        with _umask(0o177):
-            try:
-                server.add_insecure_port(grpc_target(config.grpc_path))
-                await server.start()
-                arena_socket.listen(config.arena_path)
-            except (OSError, RuntimeError) as error:
-                raise StartFailed(f"the sockets in {config.runtime_dir} cannot be opened: {error}") from None
-        if group is not None:
-            for path in (config.grpc_path, config.arena_path):
-                os.chown(path, -1, group)
-                path.chmod(config.socket_mode)
+        await _open_sockets(config, group, server, arena_socket)
         for name in ("", *_SERVICES):
             await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
         tier.start_prefault(lambda nbytes: _tell(loop, tier.set_ready, nbytes))
@@ -166,10 +174,29 @@ async def _serve(config: ServeConfig, group: int | None, *, verify: bool) -> Non
         if metrics is not None:
             await asyncio.to_thread(metrics.shutdown)
             metrics.server_close()
+        await small_files.end()
+        if movement is not None:
+            await _close_fs(movement, config)
         tier.close()
         for path in (config.grpc_path, config.arena_path):
             if path.is_socket():
                 path.unlink()
+
+
+async def _open_sockets(
+    config: ServeConfig, group: int | None, server: grpc.aio.Server, arena_socket: ArenaSocket
+) -> None:
+    with _umask(0o177):
+        try:
+            server.add_insecure_port(grpc_target(config.grpc_path))
+            await server.start()
+            arena_socket.listen(config.arena_path)
+        except (OSError, RuntimeError) as error:
+            raise StartFailed(f"the sockets in {config.runtime_dir} cannot be opened: {error}") from None
+    if group is not None:
+        for path in (config.grpc_path, config.arena_path):
+            os.chown(path, -1, group)
+            path.chmod(config.socket_mode)
 
 
 def _grpc_server(store: Store, arena_socket: ArenaSocket, health_servicer: object) -> grpc.aio.Server:
@@ -187,6 +214,58 @@ def _grpc_server(store: Store, arena_socket: ArenaSocket, health_servicer: objec
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server
+
+
+def _movement(config: ServeConfig, tier: CpuTier, directory: FsDirectory) -> Movement:
+    regions = [(tier.arena.address, tier.arena.nbytes)]
+    return Movement(tier, FsTier(directory, FsOptions(fs_bytes=config.fs_bytes), regions=regions), clock_ms)
+
+
+async def _close_fs(movement: Movement, config: ServeConfig) -> None:
+    if not await movement.drain(DRAIN_S):
+        _log.warning("not everything could be written to %s in %g s", config.fs_dir, DRAIN_S)
+    if not await movement.fs.close():
+        _log.warning("I/O in %s has not returned; the next start reads every header", config.fs_dir)
+
+
+async def _warm(movement: Movement, store: Store) -> None:
+    await movement.show_found()
+    try:
+        store.remember(await movement.fs.namespaces())
+    except OSError as error:
+        _log.warning("the namespaces of earlier runs cannot be read: %s", error)
+
+
+async def _keep_namespace(fs: FsTier, document: str) -> None:
+    try:
+        await fs.ready()
+        await fs.keep_namespace(document)
+    except (LimitExceeded, OSError) as error:
+        _log.warning("a namespace's document is not kept on disk, its chunks are: %s", error)
+
+
+async def _say_fs_health(fs: FsTier, health_servicer: health.aio.HealthServicer) -> None:
+    while True:
+        serving = fs.sick is None and fs.stats().warming is None
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        await health_servicer.set(FS_HEALTH, status)
+        await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+class _Tasks:
+    """Small things that nobody waits for but the end."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def begin(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def end(self) -> None:
+        if self._running:
+            await asyncio.wait(self._running, timeout=STOP_GRACE_S)
 
 
 async def _every(interval_s: float, act: Callable[[], object]) -> None:

@@ -70,6 +70,7 @@ class _Commit:
 class _Unanswered:
     request: store_pb2.StepRequest
     tickets: list[int]
+    promote: int  # the last call of `promote` that is in it or before it
 
 
 class Steps:
@@ -84,9 +85,13 @@ class Steps:
 
         self._commits: deque[_Commit] = deque()
         self._aborts: deque[Ref] = deque()
-        self._releases: deque[tuple[Ref, bool]] = deque()
+        self._releases: deque[tuple[Ref, bool, bool]] = deque()
         self._leases: dict[Ref, None] = {}  # to be taken or renewed
         self._touches: deque[tuple[bytes, Sequence[bytes]]] = deque()  # pieces that fit a message, the tail's first
+        self._promotes: deque[tuple[bytes, Sequence[bytes], int]] = deque()  # pieces that fit a message, in order
+        self._promotes_asked = 0  # calls
+        self._promotes_sent = 0
+        self._promotes_answered = 0
         self._operations = 0  # in the queues above
         self._misses = 0
         self._wanted = 0
@@ -191,8 +196,9 @@ class Steps:
             if self._held[ref] == 1:
                 self._queue_lease(ref)
 
-    def release(self, slot: int, generation: int, *, loaded: bool) -> None:
-        """A load ended. `loaded`: its bytes were used, which counts a hit. Without a lease it only counts."""
+    def release(self, slot: int, generation: int, *, loaded: bool, promoted: bool = False) -> None:
+        """A load ended. `loaded`: its bytes were used, which counts a hit (`promoted`: of fs). Without a lease it only
+        counts."""
         ref = (slot, generation)
         with self._lock:
             if not self._accepting():
@@ -205,7 +211,7 @@ class Steps:
                 del self._held[ref]
                 if self._leases.pop(ref, ref) is None:
                     self._operations -= 1
-            self._releases.append((ref, loaded))
+            self._releases.append((ref, loaded, promoted))
             self._operations += 1
 
     def touch(self, tenant: bytes, keys: Sequence[bytes]) -> None:
@@ -216,6 +222,23 @@ class Steps:
             ends = range(len(keys), 0, -OPERATIONS_PER_STEP_MAX)
             self._touches.extend((tenant, keys[max(0, end - OPERATIONS_PER_STEP_MAX) : end]) for end in ends)
             self._operations += len(keys)
+
+    def promote(self, tenant: bytes, keys: Sequence[bytes]) -> int:
+        """Ask for chunks that only the fs tier has, head first. Once `promotes_answered` has reached the number
+        returned, the table shows PENDING or CPU for those that are coming; the others are not. Dropped when the queue
+        is full."""
+        with self._lock:
+            self._promotes_asked += 1
+            if self._accepting() and self._operations + len(keys) <= QUEUED_OPERATIONS_MAX:
+                for first in range(0, len(keys), OPERATIONS_PER_STEP_MAX):
+                    piece = keys[first : first + OPERATIONS_PER_STEP_MAX]
+                    self._promotes.append((tenant, piece, self._promotes_asked))
+                self._operations += len(keys)
+            return self._promotes_asked
+
+    @property
+    def promotes_answered(self) -> int:
+        return self._promotes_answered
 
     def miss(self, count: int) -> None:
         """So many chunks were looked for and are in no tier."""
@@ -386,7 +409,7 @@ class Steps:
                     break
                 self._changed.wait(None if wake_s is None else max(0.0, wake_s - time.monotonic()))
             request, tickets = self._message()
-            self._unanswered[request.number] = _Unanswered(request, tickets)
+            self._unanswered[request.number] = _Unanswered(request, tickets, self._promotes_sent)
             self._flushing = self._anything_queued()
             self._changed.notify_all()
             return request
@@ -441,8 +464,8 @@ class Steps:
             request.aborts.append(_slot_ref(self._aborts.popleft()))
             room -= 1
         while self._releases and room:
-            ref, loaded = self._releases.popleft()
-            request.releases.add(at=_slot_ref(ref), loaded=loaded)
+            ref, loaded, promoted = self._releases.popleft()
+            request.releases.add(at=_slot_ref(ref), loaded=loaded, promoted=promoted)
             room -= 1
         # After the releases, here and in the daemon: a lease in the queue is one that is still wanted.
         while self._leases and room and not self._releases:
@@ -454,6 +477,12 @@ class Steps:
             tenant, keys = self._touches.popleft()
             request.touches.add(tenant=tenant, keys=keys)
             room -= len(keys)
+        while self._promotes and len(self._promotes[0][1]) <= room:
+            tenant, keys, _ = self._promotes.popleft()
+            request.promotes.add(tenant=tenant, keys=keys)
+            room -= len(keys)
+        # The call whose last piece is in this message; when none is left, also those that were dropped.
+        self._promotes_sent = self._promotes[0][2] - 1 if self._promotes else self._promotes_asked
         self._operations -= OPERATIONS_PER_STEP_MAX - room
         return request, tickets
 
@@ -496,6 +525,7 @@ class Steps:
                 outcomes += [Outcome.NOT_GRANTED] * (len(unanswered.tickets) - len(outcomes))
                 for ticket, outcome in zip(unanswered.tickets, outcomes, strict=True):
                     self._settle_ticket(ticket, outcome)
+                self._promotes_answered = unanswered.promote
                 self._grants_coming -= request.grants_wanted
                 if request.grants_wanted:
                     self._grants_short = Outcome(reply.grants_short)
@@ -525,7 +555,14 @@ class Steps:
         if self._failure is not None:
             return
         self._failure = failure
-        for queue in (self._commits, self._aborts, self._releases, self._touches, self._grants):
+        for queue in (
+            self._commits,
+            self._aborts,
+            self._releases,
+            self._touches,
+            self._promotes,
+            self._grants,
+        ):
             queue.clear()
         self._leases.clear()
         self._held.clear()

@@ -24,7 +24,7 @@ Invariants, each kept after every call:
 import json
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -38,9 +38,11 @@ from kvstore.errors import (
     SeedMismatch,
     Unavailable,
 )
+from kvstore.movement import OWN_GROUP, Movement
 from kvstore.namespace import canonical_json, differing_fields, digest, seed_fingerprint
 from kvstore.rpc.v1 import admin_pb2, store_pb2
 from kvstore.tenant import TENANT_ID_BYTES, tenant_id
+from kvstore.tiers.base import ChunkId
 from kvstore.tiers.cpu import CpuTier
 
 TOKEN_BYTES = 32
@@ -49,7 +51,6 @@ CHUNK_BYTES_FIELD = "chunk_bytes"
 EPOCH_FIELD = "epoch"
 GRANTED_SHARE_OF_ARENA = 4  # all groups together: a quarter
 
-_OWN_GROUP = 0  # in the index; the groups of processes count from 1
 _REJECTED_TIER_FULL = store_pb2.OUTCOME_REJECTED_TIER_FULL
 _REJECTED_ADMISSION = store_pb2.OUTCOME_REJECTED_ADMISSION
 _ROLE_NAMES = {
@@ -125,9 +126,12 @@ class Store:
         hash_seed: str,
         require_cache_salt: bool,
         started_ms: int,
+        movement: Movement | None = None,
+        keep_document: Callable[[str], None] | None = None,
         verify: bool = False,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
+        """`movement` None: there is no fs tier. `keep_document` is told of every namespace that is new here."""
         self.instance_id = instance_id
         self.index_key = index_key
         self.tenant_key = tenant_key
@@ -138,6 +142,8 @@ class Store:
         self._seed_fingerprint = seed_fingerprint(hash_seed)
         self._unsalted = tenant_id(tenant_key, None)
         self._started_ms = started_ms
+        self._movement = movement
+        self._document_is_new = keep_document
         self._verify = verify
         self._random_bytes = random_bytes
 
@@ -149,6 +155,7 @@ class Store:
         self._probes: dict[tuple[str, str], bytes] = {}
         self._granted_bytes = 0
         self._hits = 0
+        self._fs_hits = 0
         self._misses = 0
         self._stores = 0
         self._failed_loads = 0
@@ -230,6 +237,8 @@ class Store:
         group.sessions.discard(session)
         if not group.sessions:
             self._index.end_leases(group.number)
+            if self._movement is not None:
+                self._movement.forget_group(group.number)
         self._announce(group)
         self._forget_if_done(group)
 
@@ -291,6 +300,11 @@ class Store:
         if not group.refused:
             for chain in request.touches:
                 self._index.touch(group.namespace, chain.tenant, list(chain.keys))
+                if self._movement is not None:
+                    self._movement.touched(group.namespace, chain.tenant, chain.keys)
+        if self._movement is not None and group.complete() and not group.refused:
+            for chain in request.promotes:
+                self._movement.promote(group.number, group.namespace, chain.tenant, chain.keys, group.chunk_bytes)
         self._misses += request.misses
         if request.grants_wanted:
             grants, short = self._grant(group, request.grants_wanted, request.tails, now_ms)
@@ -327,7 +341,7 @@ class Store:
 
     def stats(self, now_ms: int) -> admin_pb2.StatsReply:
         index = self._index.stats()
-        tier = admin_pb2.TierStats(
+        cpu = admin_pb2.TierStats(
             name="cpu",
             capacity_bytes=self._tier.arena_bytes,
             used_bytes=index["used_bytes"],
@@ -344,7 +358,7 @@ class Store:
         return admin_pb2.StatsReply(
             instance_id=self.instance_id,
             uptime_s=(now_ms - self._started_ms) / 1000,
-            tiers=[tier],
+            tiers=[cpu] if self._movement is None else [cpu, self._fs_stats(self._movement)],
             sessions=[
                 admin_pb2.SessionStats(
                     role=_ROLE_NAMES[session.role],
@@ -365,11 +379,31 @@ class Store:
             problems=self.problems() if self._verify else (),
         )
 
+    def _fs_stats(self, movement: Movement) -> admin_pb2.TierStats:
+        fs = movement.fs.stats()
+        return admin_pb2.TierStats(
+            name=movement.fs.name,
+            capacity_bytes=fs.capacity_bytes,
+            used_bytes=fs.used_bytes,
+            overhead_bytes=fs.overhead_bytes,
+            chunks=fs.chunks,
+            hits=self._fs_hits,
+            misses=self._misses,
+            evictions=fs.evictions,
+            corruptions=fs.corruptions,
+            ready_bytes=fs.capacity_bytes if fs.warming is None else 0,
+            sick=fs.sick or "",
+            dropped_stores=movement.dropped,
+        )
+
     def problems(self) -> list[str]:
         """Every invariant that does not hold, a sentence each. Costs time in proportion to the table."""
         problems = list(self._index.problems())
         granted = sum(group.slot_bytes * len(group.granted) for group in self._groups.values())
         index_granted = self._index.stats()["granted_bytes"]
+        if self._movement is not None:
+            index_granted -= self._movement.promoting_bytes
+            problems += self._movement.fs.problems()
         if not granted == self._granted_bytes == index_granted:
             problems.append(
                 f"groups hold {granted} granted bytes, the store counts {self._granted_bytes}, "
@@ -484,7 +518,16 @@ class Store:
             if session.on_group is not None:
                 session.on_group()
 
+    def remember(self, documents: Mapping[bytes, str]) -> None:
+        """Namespaces of earlier runs, by id."""
+        for namespace, document in documents.items():
+            if namespace not in self._namespaces and len(self._namespaces) < limits.NAMESPACES_MAX:
+                self._namespaces[namespace] = document
+                self._namespaces.move_to_end(namespace, last=False)
+
     def _keep_document(self, namespace: bytes, document: str) -> None:
+        if self._document_is_new is not None and namespace not in self._namespaces:
+            self._document_is_new(document)
         self._namespaces[namespace] = document
         if len(self._namespaces) > limits.NAMESPACES_MAX:
             in_use = {group.namespace for group in self._groups.values()} | {namespace}
@@ -530,9 +573,9 @@ class Store:
         allowed = max(room, 0 if group.granted else 1)
         count = min(wanted, allowed)
         kept = [(at.slot, at.generation) for at in tails]
-        self._index.lease(_OWN_GROUP, kept, now_ms)
+        self._index.lease(OWN_GROUP, kept, now_ms)
         grants = self._index.grant(group.number, group.chunk_bytes, count) if count > 0 else []
-        self._index.release(_OWN_GROUP, kept)
+        self._index.release(OWN_GROUP, kept)
         for slot, generation in grants:
             group.granted[slot] = (generation, group.epoch)
         self._granted_bytes += size * len(grants)
@@ -569,9 +612,16 @@ class Store:
             for position, code in zip(passed, codes, strict=True):
                 assert code != NOT_GRANTED, f"slot {commits[position].at.slot} is granted here and not in the index"
                 outcomes[position] = code  # the numbers of wire and index agree
-                self._stores += code == STORED
+                if code == STORED:
+                    self._stores += 1
+                    self._write_through(group, commits[position])
         self._abort(group, aborted)
         return outcomes
+
+    def _write_through(self, group: Group, commit: store_pb2.Commit) -> None:
+        if self._movement is not None:
+            chunk = ChunkId(group.namespace, commit.tenant, commit.key)
+            self._movement.stored(chunk, commit.at.slot, commit.at.generation, group.chunk_bytes)
 
     def _abort(self, group: Group, refs: Sequence[tuple[int, int]]) -> None:
         held = [ref for ref in refs if group.granted.get(ref[0], (None, None))[0] == ref[1]]
@@ -590,7 +640,9 @@ class Store:
         self._index.release(group.number, [(release.at.slot, release.at.generation) for release in releases])
         # A chunk loaded under a lease that ran out meanwhile was loaded all the same: its generation said so.
         loaded = sum(release.loaded for release in releases)
-        self._hits += loaded
+        promoted = sum(release.loaded and release.promoted for release in releases)
+        self._hits += loaded - promoted
+        self._fs_hits += promoted
         self._failed_loads += len(releases) - loaded
 
 
@@ -646,6 +698,7 @@ def _require_well_formed(request: store_pb2.StepRequest, last_number: int) -> No
         + len(request.leases)
         + len(request.releases)
         + sum(len(chain.keys) for chain in request.touches)
+        + sum(len(chain.keys) for chain in request.promotes)
     )
     if operations > limits.OPERATIONS_PER_STEP_MAX:
         raise LimitExceeded(f"{operations} operations in one message; at most {limits.OPERATIONS_PER_STEP_MAX}")
@@ -658,7 +711,7 @@ def _require_well_formed(request: store_pb2.StepRequest, last_number: int) -> No
         require_key(commit.key)
         if commit.parent:
             require_key(commit.parent)
-    for chain in request.touches:
+    for chain in (*request.touches, *request.promotes):
         for key in chain.keys:
             require_key(key)
 
@@ -666,6 +719,7 @@ def _require_well_formed(request: store_pb2.StepRequest, last_number: int) -> No
 def _tenants(request: store_pb2.StepRequest) -> Iterator[bytes]:
     yield from (commit.tenant for commit in request.commits)
     yield from (chain.tenant for chain in request.touches)
+    yield from (chain.tenant for chain in request.promotes)
 
 
 def _parsed(document: str) -> dict[str, object] | None:

@@ -518,6 +518,27 @@ NB_MODULE(_native, m) {
             "expire_leases", [](PyIndex& self, std::uint64_t now_ms) { return self.index.expire_leases(now_ms); },
             "now_ms"_a)
         .def(
+            "begin_io",
+            [](PyIndex& self, std::uint32_t slot, std::uint64_t generation) {
+                return self.index.begin_io({slot, generation});
+            },
+            "slot"_a, "generation"_a)
+        .def(
+            "end_io",
+            [](PyIndex& self, std::uint32_t slot, std::uint64_t generation) { self.index.end_io({slot, generation}); },
+            "slot"_a, "generation"_a)
+        .def(
+            "set_lower",
+            [](PyIndex& self, const nb::bytes& name_space, const nb::bytes& tenant, const nb::bytes& key, int where) {
+                check_key(bytes_of(key));
+                const auto lower = static_cast<Where>(where);
+                if (lower != Where::MISS && lower != Where::FS && lower != Where::PENDING) {
+                    throw std::invalid_argument("a lower tier shows MISS, FS or PENDING");
+                }
+                self.index.set_lower(id_of(name_space, "a namespace"), id_of(tenant, "a tenant"), bytes_of(key), lower);
+            },
+            "namespace"_a, "tenant"_a, "key"_a, "where"_a)
+        .def(
             "touch",
             [](PyIndex& self, const nb::bytes& name_space, const nb::bytes& tenant, nb::handle keys) {
                 self.index.touch(id_of(name_space, "a namespace"), id_of(tenant, "a tenant"), Keys(keys).get());

@@ -111,8 +111,11 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
         drop_grant(group, commit.at.slot);
         return CommitCode::TIER_FULL;
     }
+    const bool in_lower = table_.where(digest) != Where::MISS;  // an entry without a record, as `find` said
+    if (in_lower) erase_lower(digest);
     const std::uint32_t number = new_record();
     if (number == NO_RECORD || !table_.insert(digest, Where::CPU, commit.at, number)) {
+        if (in_lower) insert_lower(digest, Where::FS);
         if (number != NO_RECORD) free_records_.push_back(number);
         drop_grant(group, commit.at.slot);
         return CommitCode::TIER_FULL;
@@ -126,6 +129,7 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     record.tenant = tenants_.take(commit.tenant);
     record.digest = digest;
     record.at = commit.at;
+    record.in_lower = in_lower;
     end_grant(group, commit.at.slot);
     *slabs_.find(commit.at.slot) = {Slot::Holder::CHUNK, number};
     used_bytes_ += class_bytes(commit.at.slot);
@@ -203,10 +207,8 @@ std::vector<bool> Index::lease(std::uint64_t group, std::span<const Ref> refs, s
         const auto [held, first] = groups_[group].leases.insert_or_assign(ref.slot, Lease{ref.generation, deadline_ms});
         if (first) {
             unlist(number);
-            if (record.leases == 0) {
-                pinned_bytes_ += bytes;
-                ++slabs_.slab_of(ref.slot).leased;
-            }
+            if (record.leases == 0) pinned_bytes_ += bytes;
+            if (!is_held(record)) ++slabs_.slab_of(ref.slot).held;
             ++record.leases;
             ++lease_count_;
         }
@@ -225,8 +227,29 @@ void Index::drop_lease(std::uint32_t slot) {
     --record.leases;
     if (record.leases > 0) return;
     pinned_bytes_ -= class_bytes(slot);
-    --slabs_.slab_of(slot).leased;
+    if (is_held(record)) return;
+    --slabs_.slab_of(slot).held;
     list(static_cast<std::uint32_t>(held->owner));
+}
+
+bool Index::begin_io(Ref ref) {
+    const std::uint32_t number = chunk_at(ref);
+    if (number == NO_RECORD) return false;
+    Record& record = records_[number];
+    unlist(number);
+    if (!is_held(record)) ++slabs_.slab_of(ref.slot).held;
+    if (record.io++ == 0) io_bytes_ += class_bytes(ref.slot);
+    return true;
+}
+
+void Index::end_io(Ref ref) {
+    const std::uint32_t number = chunk_at(ref);
+    assert(number != NO_RECORD && records_[number].io > 0 && "a slot with I/O lost its chunk");
+    Record& record = records_[number];
+    if (--record.io == 0) io_bytes_ -= class_bytes(ref.slot);
+    if (is_held(record)) return;
+    --slabs_.slab_of(ref.slot).held;
+    list(number);
 }
 
 std::vector<bool> Index::release(std::uint64_t group, std::span<const Ref> refs) {
@@ -338,9 +361,10 @@ void Index::move_slabs(const Window& window) {
 
 void Index::evict(std::uint32_t number) {
     Record& record = records_[number];
-    assert(record.live && record.leases == 0);
+    assert(record.live && !is_held(record));
     unlist(number);
     table_.erase(record.digest);
+    if (record.in_lower) insert_lower(record.digest, Where::FS);
     while (record.first_child != NO_RECORD) {
         const std::uint32_t child = record.first_child;
         leave_parent(child);
@@ -439,9 +463,49 @@ std::vector<Where> Index::lookup(const Id& name_space, const Id& tenant, std::sp
     std::vector<Where> found;
     found.reserve(keys.size());
     for (const Bytes& key : keys) {
-        found.push_back(find(hasher(key), name_space, tenant, key) == NO_RECORD ? Where::MISS : Where::CPU);
+        const Digest digest = hasher(key);
+        if (find(digest, name_space, tenant, key) != NO_RECORD) {
+            found.push_back(Where::CPU);
+        } else {
+            const Where where = table_.where(digest);
+            found.push_back(where == Where::CPU ? Where::MISS : where);  // CPU: another key's digest
+        }
     }
     return found;
+}
+
+// ---- What lower tiers hold ----
+
+void Index::set_lower(const Id& name_space, const Id& tenant, Bytes key, Where where) {
+    assert(where != Where::CPU);
+    const Digest digest = hasher_for(index_key_, name_space, tenant)(key);
+    const std::uint32_t number = find(digest, name_space, tenant, key);
+    if (number != NO_RECORD) {
+        if (where != Where::PENDING) records_[number].in_lower = where == Where::FS;
+        return;
+    }
+    const Where shown = table_.where(digest);
+    if (shown == where || shown == Where::CPU) return;  // CPU: another key's digest
+    if (shown == Where::MISS) {
+        insert_lower(digest, where);
+    } else if (where == Where::MISS) {
+        erase_lower(digest);
+    } else {
+        table_.change(digest, where);
+    }
+}
+
+bool Index::insert_lower(const Digest& digest, Where where) {
+    // A quarter stays for the cpu tier's chunks, which are refused where the table has no room.
+    if (table_.entry_count() >= table_.place_count() / 4 * 3) return false;
+    if (!table_.insert(digest, where, Ref{}, NO_RECORD)) return false;
+    ++lower_count_;
+    return true;
+}
+
+void Index::erase_lower(const Digest& digest) {
+    table_.erase(digest);
+    --lower_count_;
 }
 
 // ---- Interned ids ----
@@ -481,6 +545,7 @@ std::vector<std::pair<const char*, std::uint64_t>> Index::stats() const {
         {"grants", grant_count_},
         {"leases", lease_count_},
         {"evictions", eviction_count_},
+        {"io_bytes", io_bytes_},
         {"entries", table_.entry_count()},
         {"entries_max", table_.place_count()},
         {"tenants", tenants_.size()},
@@ -502,7 +567,7 @@ std::vector<std::string> Index::problems() const {
     std::uint64_t used = 0, granted = 0, chunks = 0, grants = 0;
     for (const auto& slab : slabs_.slabs()) {
         if (!slab) continue;
-        std::uint64_t newest = 0, slab_grants = 0, slab_leased = 0;
+        std::uint64_t newest = 0, slab_grants = 0, slab_held = 0;
         for (std::size_t place = 0; place < slab->slots.size(); ++place) {
             const Slot& slot = slab->slots[place];
             const std::uint32_t number = slabs_.number(*slab, place);
@@ -522,19 +587,19 @@ std::vector<std::string> Index::problems() const {
                 if (!known || records_[slot.owner].at.slot != number) add(name + " holds a chunk that lies elsewhere");
                 if (!known) continue;
                 newest = std::max(newest, records_[slot.owner].tick);
-                slab_leased += records_[slot.owner].leases > 0 ? 1 : 0;
+                slab_held += is_held(records_[slot.owner]) ? 1 : 0;
             }
         }
         const std::string name = "the slab at unit " + std::to_string(slab->first_unit);
         expect((name + ", grants").c_str(), slab_grants, slab->granted);
-        expect((name + ", leased chunks").c_str(), slab_leased, slab->leased);
+        expect((name + ", held chunks").c_str(), slab_held, slab->held);
         if (slab->newest_known ? slab->newest != newest : slab->newest < newest) add(name + " has a wrong newest tick");
     }
     expect("used_bytes", used, used_bytes_);
     expect("granted_bytes", granted, granted_bytes_);
     expect("chunks", chunks, chunk_count_);
     expect("grants", grants, grant_count_);
-    expect("table entries", chunks, table_.entry_count());
+    expect("table entries", chunks + lower_count_, table_.entry_count());
 
     // Groups' leases.
     std::map<std::uint32_t, std::uint32_t> leases_of;  // by slot
@@ -558,7 +623,7 @@ std::vector<std::string> Index::problems() const {
     std::size_t evictable = 0, listed = 0;
     for (const auto& [class_bytes, victims] : victims_) listed += victims.size();
     std::vector<std::uint32_t> children(records_.size(), 0);
-    std::uint64_t live = 0, pinned = 0;
+    std::uint64_t live = 0, pinned = 0, io = 0;
     for (std::uint32_t number = 0; number < records_.size(); ++number) {
         const Record& record = records_[number];
         if (!record.live) continue;
@@ -570,6 +635,7 @@ std::vector<std::string> Index::problems() const {
         const auto leased = leases_of.find(record.at.slot);
         expect((name + " leases").c_str(), leased == leases_of.end() ? 0 : leased->second, record.leases);
         if (record.leases > 0) pinned += class_bytes(record.at.slot);
+        if (record.io > 0) io += class_bytes(record.at.slot);
         if (is_evictable(record)) {
             ++evictable;
             const auto victims = victims_.find(class_bytes(record.at.slot));
@@ -598,6 +664,7 @@ std::vector<std::string> Index::problems() const {
     expect("records", live, chunk_count_);
     expect("free records", records_.size() - live, free_records_.size());
     expect("pinned_bytes", pinned, pinned_bytes_);
+    expect("io_bytes", io, io_bytes_);
     if (pinned_bytes_ > arena_bytes_ / 2) add("more than half of the arena is leased");
     if (used_bytes_ + granted_bytes_ > arena_bytes_) add("more is used and granted than the arena has");
     return problems;

@@ -72,6 +72,15 @@ class Index {
     void end_leases(std::uint64_t group);
     void end_group(std::uint64_t group);
 
+    // The daemon reads the chunk's slot by itself: it stays put, leased or not, until as many `end_io` calls. False:
+    // the chunk has gone. These do not count towards what may be leased; the caller bounds them.
+    bool begin_io(Ref ref);
+    void end_io(Ref ref);
+
+    // What a lower tier holds, for the table's readers: FS, PENDING (on its way up) or MISS (no longer there). A chunk
+    // of the cpu tier is shown as CPU and becomes FS when it is evicted. Only a hint: the lower tier itself decides.
+    void set_lower(const Id& name_space, const Id& tenant, Bytes key, Where where);
+
     void touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys);
     std::vector<Where> lookup(const Id& name_space, const Id& tenant, std::span<const Bytes> keys) const;
 
@@ -89,6 +98,8 @@ class Index {
         Ref at;
         std::uint64_t tick = 0;  // of its last use
         std::uint32_t leases = 0;
+        std::uint32_t io = 0;              // the daemon's own reads of the slot
+        bool in_lower = false;             // a lower tier has it too
         Digest parent_digest;              // of the parent that the commit named; zero: none
         std::uint32_t parent = NO_RECORD;  // resident, same namespace and tenant
         std::uint32_t children = 0;        // resident chunks whose parent this is
@@ -156,7 +167,10 @@ class Index {
     // Around every change of what decides whether and when a record is evicted.
     void unlist(std::uint32_t record);
     void list(std::uint32_t record);
-    bool is_evictable(const Record& record) const { return record.live && record.children == 0 && record.leases == 0; }
+    static bool is_held(const Record& record) { return record.leases > 0 || record.io > 0; }
+    bool is_evictable(const Record& record) const { return record.live && record.children == 0 && !is_held(record); }
+    bool insert_lower(const Digest& digest, Where where);
+    void erase_lower(const Digest& digest);
     Victim victim(std::uint32_t record) const { return {!records_[record].orphan, records_[record].tick, record}; }
 
     void end_grant(std::uint64_t group, std::uint32_t slot);  // bookkeeping only; the slot is the caller's
@@ -186,6 +200,8 @@ class Index {
     std::uint64_t grant_count_ = 0;
     std::uint64_t lease_count_ = 0;
     std::uint64_t chunk_count_ = 0;
+    std::uint64_t io_bytes_ = 0;     // of slots with I/O
+    std::uint64_t lower_count_ = 0;  // entries of the table without a record
     std::uint64_t eviction_count_ = 0;
     std::uint64_t poison_commit_count_ = 0;
     std::uint64_t digest_collision_count_ = 0;

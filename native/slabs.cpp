@@ -176,7 +176,7 @@ std::optional<std::uint64_t> Slabs::newest_if_movable(std::uint32_t first_unit, 
         }
         const Slab& slab = *slabs_[owner_[unit]];
         assert(slab.newest_known);
-        if (slab.class_bytes == class_bytes || slab.granted > 0 || slab.leased > 0) return std::nullopt;
+        if (slab.class_bytes == class_bytes || slab.granted > 0 || slab.held > 0) return std::nullopt;
         newest = std::max(newest, slab.newest);
         unit = slab.first_unit + slab.units;
     }

@@ -41,7 +41,7 @@ struct Slab {
     std::vector<Slot> slots;
     // What the index knows of the slots, for the choice of the slab that changes its class.
     std::uint32_t granted = 0;
-    std::uint32_t leased = 0;  // chunks with at least one lease
+    std::uint32_t held = 0;    // chunks with a lease or with I/O
     std::uint64_t newest = 0;  // tick of the last use of any chunk in here; 0: there is none
     bool newest_known = true;  // false: that chunk has gone, and `newest` is too high
 };

@@ -293,6 +293,19 @@ void TableWriter::erase(const Digest& digest) {
     --entry_count_;
 }
 
+Where TableWriter::where(const Digest& digest) const {
+    const auto place = place_of(digest);
+    return place ? where_of(get(buckets_[place->bucket].location[place->index])) : Where::MISS;
+}
+
+void TableWriter::change(const Digest& digest, Where where) {
+    const auto place = place_of(digest);
+    assert(place && where != Where::MISS && where != Where::CPU);
+    Bucket& bucket = buckets_[place->bucket];
+    BucketWrite write(bucket);
+    set(bucket.location[place->index], location_word(where, 0));
+}
+
 std::uint64_t TableWriter::raise_generation(std::uint32_t slot) {
     assert(slot < shape_.generation_count());
     const std::uint64_t raised = get(generations_[slot]) + 1;

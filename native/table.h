@@ -140,6 +140,10 @@ class TableWriter {
     // False: no free place within reach. The digest must not be there.
     [[nodiscard]] bool insert(const Digest& digest, Where where, Ref at, std::uint32_t record);
     void erase(const Digest& digest);
+    // MISS: it is not there.
+    Where where(const Digest& digest) const;
+    // Of an entry that is there and has no slot, before and after.
+    void change(const Digest& digest, Where where);
 
     std::uint64_t generation(std::uint32_t slot) const { return generations_[slot].load(std::memory_order_relaxed); }
     // Before the slot is handed out. The new value.

@@ -26,6 +26,12 @@ def serve(
     index_bytes: Annotated[
         str | None, typer.Option(help="Largest size of the table. Default: what fits the tiers.")
     ] = None,
+    fs_dir: Annotated[
+        str | None, typer.Option(help="Directory of the filesystem tier. Default: none. Needs --fs-bytes.")
+    ] = None,
+    fs_bytes: Annotated[
+        str | None, typer.Option(help="The most that this directory may ever take, everything included.")
+    ] = None,
     hash_seed: Annotated[
         str | None, typer.Option(help="The seed that all engines share. Default: PYTHONHASHSEED.")
     ] = None,
@@ -49,6 +55,8 @@ def serve(
         "runtime_dir": runtime_dir,
         "cpu_bytes": cpu_bytes,
         "index_bytes": index_bytes,
+        "fs_dir": fs_dir,
+        "fs_bytes": fs_bytes,
         "hash_seed": hash_seed,
         "require_cache_salt": require_cache_salt,
         "metrics_listen": metrics_listen,

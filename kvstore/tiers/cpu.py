@@ -38,10 +38,14 @@ class CpuTier:
         index_bytes: int | None,
         index_key: bytes,
         instance_id: bytes,
+        lower_bytes: int = 0,
         verify: bool = False,
     ) -> None:
-        """ConfigurationError when the host or the cgroup can never hold it, or `index_bytes` is too small."""
+        """`lower_bytes`: of the tiers below, whose chunks have entries in the table as well.
+
+        ConfigurationError when the host or the cgroup can never hold it, or `index_bytes` is too small."""
         self.arena_bytes = cpu_bytes - cpu_bytes % _native.SLOT_ALIGNMENT
+        self._lower_bytes = lower_bytes
         self.unit_bytes = _native.Index.unit_bytes_for(self.arena_bytes)
         require_memory(self.arena_bytes, 0, memory_limits())
         try:
@@ -87,7 +91,7 @@ class CpuTier:
             self._thread.join()
 
     def _table_bytes(self, index_bytes: int | None) -> int:
-        entries = max(1, self.arena_bytes // INDEX_BYTES_PER_ENTRY_OF_TIER)
+        entries = max(1, (self.arena_bytes + self._lower_bytes) // INDEX_BYTES_PER_ENTRY_OF_TIER)
         wanted = _native.Index.table_bytes_for(entries, self.arena_bytes, self.unit_bytes)
         if index_bytes is None:
             return wanted

@@ -240,6 +240,8 @@ class FsTier:
         self._progress = (0, 0)
         self._cancelled = threading.Event()
         self._when_ready: list[Callable[[], None]] = []
+        # Told of every chunk that is held or forgotten from the start on; must not call the tier.
+        self.on_change: Callable[[ChunkId, bool], None] | None = None
 
         self._pool = IoPool(options.n_read_threads, options.n_write_threads)
         for address, nbytes in regions:
@@ -299,6 +301,7 @@ class FsTier:
             return
         self._recovery_error = None
         self._catalog = result.catalog
+        self._catalog.on_change = self.on_change
         self._journal = Journal(result, self._directory, self._worker, self._options.commit_interval_s, self._step)
         self._opening = result.opening
         self._ready.set()

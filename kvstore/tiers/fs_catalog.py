@@ -21,7 +21,7 @@ Memory: about 400 bytes for each chunk held.
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -161,6 +161,7 @@ class Catalog:
         self.classes: dict[int, SizeClass] = {}
         self.slabs: dict[int, Slab] = {}
         self.entries: dict[ChunkId, Entry] = {}
+        self.on_change: Callable[[ChunkId, bool], None] | None = None  # held (True) or forgotten
         self.usage: dict[tuple[bytes, bytes], Usage] = {}  # by namespace and tenant
         self.tick = 0
         self.reserved_bytes = 0  # of slabs being made or removed
@@ -323,6 +324,8 @@ class Catalog:
         slab.newest = max(slab.newest, tick)
         slab.size_class.lru[chunk] = entry
         self.entries[chunk] = entry
+        if self.on_change is not None:
+            self.on_change(chunk, True)
         self.used_bytes += slab.slot_bytes
         usage = self.usage.setdefault(chunk[:2], Usage())
         usage.chunks += 1
@@ -335,6 +338,8 @@ class Catalog:
         entry.forgotten = True
         slab = entry.place.slab
         del self.entries[entry.chunk]
+        if self.on_change is not None:
+            self.on_change(entry.chunk, False)
         del slab.size_class.lru[entry.chunk]
         del slab.held[entry.place.slot]
         slab.taken += 1

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kvstore._native import CPU, MISS
+from kvstore._native import CPU, FS, MISS, PENDING
 from kvstore.session import GroupState
 from kvstore.steps import Outcome
 
@@ -38,6 +38,10 @@ class FakeDaemon:
         self.stored: dict[tuple[bytes, bytes, bytes], int] = {}  # (namespace, tenant, key) -> slot
         self.parents: dict[bytes, bytes] = {}
         self.leases: Counter[int] = Counter()
+        self.on_disk: dict[tuple[bytes, bytes, bytes], int] = {}  # where each would land
+        self.pending: set[tuple[bytes, bytes, bytes]] = set()
+        self.promotions_max = 1 << 30  # at once
+        self.fs_hits = 0
         self.touched: list[tuple[bytes, ...]] = []
         self.probes: list[tuple[str, str, bytes]] = []
         self.misses = self.hits = self.failed_loads = 0
@@ -91,10 +95,30 @@ class FakeDaemon:
     def lease(self, slot: int) -> None:
         self.leases[slot] += 1
 
-    def release(self, slot: int, *, loaded: bool) -> None:
+    def demote_all(self) -> None:
+        """As after a restart: the bytes are on disk only. They lie in their slots, but nobody may know."""
+        self.on_disk |= self.stored
+        self.stored.clear()
+
+    def promote(self, tenant: bytes, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            place = (self.namespace, tenant, key)
+            if place in self.on_disk and len(self.pending) < self.promotions_max:
+                self.pending.add(place)
+
+    def below(self, place: tuple[bytes, bytes, bytes]) -> int:
+        return PENDING if place in self.pending else FS if place in self.on_disk else MISS
+
+    def land(self) -> None:
+        for place in self.pending:
+            self.stored.setdefault(place, self.on_disk.pop(place))
+        self.pending.clear()
+
+    def release(self, slot: int, *, loaded: bool, promoted: bool = False) -> None:
         assert self.leases[slot] > 0, f"slot {slot} released without a lease"
         self.leases[slot] -= 1
-        self.hits += loaded
+        self.hits += loaded and not promoted
+        self.fs_hits += loaded and promoted
         self.failed_loads += not loaded
 
     def move_to_fresh_namespace(self) -> None:
@@ -126,7 +150,10 @@ class FakeTable:
         self.lookups += 1
         slots = [self._daemon.stored.get((namespace, tenant, key)) for key in keys]
         return (
-            bytes(MISS if slot is None else CPU for slot in slots),
+            bytes(
+                CPU if slot is not None else self._daemon.below((namespace, tenant, key))
+                for key, slot in zip(keys, slots, strict=True)
+            ),
             np.array([slot or 0 for slot in slots], np.uint32),
             np.array([0 if slot is None else self._daemon.generations[slot] for slot in slots], np.uint64),
         )
@@ -162,6 +189,7 @@ class FakeSteps:
         self.flushes = 0
         self.kept = False
         self.closed = False
+        self.promotes = self.promotes_answered = 0
         self.tails: set[tuple[int, int]] = set()  # named by requests for slots
 
     @property
@@ -204,9 +232,16 @@ class FakeSteps:
         if not self.broken:
             self.daemon.lease(slot)
 
-    def release(self, slot: int, generation: int, *, loaded: bool) -> None:  # noqa: ARG002
+    def release(self, slot: int, generation: int, *, loaded: bool, promoted: bool = False) -> None:  # noqa: ARG002
         if not self.broken:
-            self.daemon.release(slot, loaded=loaded)
+            self.daemon.release(slot, loaded=loaded, promoted=promoted)
+
+    def promote(self, tenant: bytes, keys: Sequence[bytes]) -> int:
+        self.promotes += 1
+        if not self.broken and self.answered:
+            self.daemon.promote(tenant, keys)
+            self.promotes_answered = self.promotes
+        return self.promotes
 
     def touch(self, tenant: bytes, keys: Sequence[bytes]) -> None:  # noqa: ARG002
         if not self.broken:

@@ -60,6 +60,8 @@ def test_defaults() -> None:
         runtime_dir=Path("/x"),
         cpu_bytes=64 << 20,
         index_bytes=None,
+        fs_dir=None,
+        fs_bytes=0,
         hash_seed="0",
         require_cache_salt=False,
         metrics_listen=ListenAddress("127.0.0.1", 9765),
@@ -146,3 +148,14 @@ def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
 
 def test_the_arena_socket_lies_beside_the_endpoint() -> None:
     assert endpoint_paths("unix:///r/kvstore.sock") == (Path("/r/kvstore.sock"), Path("/r/arena.sock"))
+
+
+def test_the_filesystem_tier_takes_a_directory_and_a_cap() -> None:
+    found = config({"fs_dir": "/data/kv", "fs_bytes": "1GiB"})
+    assert (found.fs_dir, found.fs_bytes) == (Path("/data/kv"), 1 << 30)
+    with pytest.raises(ConfigurationError, match="--fs-dir is given without --fs-bytes"):
+        config({"fs_dir": "/data/kv"})
+    with pytest.raises(ConfigurationError, match="--fs-bytes is given without --fs-dir"):
+        config(environment={"KVSTORE_FS_BYTES": "1GiB"})
+    with pytest.raises(ConfigurationError, match="--fs-bytes is 1000, less than"):
+        config({"fs_dir": "/data/kv", "fs_bytes": "1000"})

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvstore import _native
+from kvstore._native import CPU, FS, MISS, PENDING
 from tests.unit.native_store import INDEX_KEY, INSTANCE, KIB, NAMESPACE, TENANT, NativeStore, key_of, native_store
 
 CHUNK = 64 * KIB
@@ -525,3 +526,72 @@ def test_tenants_without_chunks_are_forgotten() -> None:
         assert store.index.stats()["tenants"] == 0
         assert store.index.commit(1, NAMESPACE, [(*ref, OTHER_TENANT, key_of(1), b"")]) == [_native.STORED]
         assert store.index.stats()["tenants"] == 1
+
+
+def codes(store: NativeStore, *numbers: int) -> list[int]:
+    """What readers see, which must be what the index says."""
+    keys = [key_of(number) for number in numbers]
+    found, _, _ = store.table().lookup(NAMESPACE, TENANT, keys)
+    assert found == store.index.lookup(NAMESPACE, TENANT, keys)
+    return list(found)
+
+
+def test_a_slot_that_the_daemon_reads_is_neither_evicted_nor_moved_until_it_has_been_read() -> None:
+    with native_store(arena_bytes=16 * CHUNK) as store:
+        refs = [store.put(number) for number in range(16)]
+        assert [store.index.begin_io(*ref) for ref in refs] == [True] * 16  # more than the half that may be leased
+        assert store.index.begin_io(*refs[3])
+        assert not store.index.begin_io(refs[0][0], refs[0][1] + 1)
+        assert store.index.grant(2, CHUNK, 1) == []
+        assert store.index.grant(2, 2 * CHUNK, 1) == []  # another class, which would take a whole slab
+        assert store.index.lease(1, refs[:2], 100) == [True, True]
+        store.index.end_io(*refs[3])
+        assert store.index.grant(2, CHUNK, 1) == []  # it is read twice
+        store.index.end_io(*refs[3])
+        store.index.end_io(*refs[0])  # still leased
+        assert store.index.problems() == []
+        [(slot, _)] = store.index.grant(2, CHUNK, 2)
+        assert slot == refs[3][0]
+        assert store.index.stats()["io_bytes"] == 14 * CHUNK
+        store.index.end_leases(1)
+        [(slot, _)] = store.index.grant(2, CHUNK, 2)
+        assert slot == refs[0][0]
+
+
+def test_what_a_lower_tier_holds_is_shown_where_the_cpu_tier_has_nothing() -> None:
+    with native_store(arena_bytes=2 * CHUNK) as store:
+        show = store.index.set_lower
+        assert codes(store, 1) == [MISS]
+        show(NAMESPACE, TENANT, key_of(1), FS)
+        show(NAMESPACE, TENANT, key_of(1), FS)
+        assert codes(store, 1, 2) == [FS, MISS]
+        show(NAMESPACE, TENANT, key_of(1), PENDING)
+        assert codes(store, 1) == [PENDING]
+        store.put(1)
+        show(NAMESPACE, TENANT, key_of(1), PENDING)
+        assert codes(store, 1) == [CPU]
+        store.put(2)
+        store.put(3)  # evicts 1, which the lower tier has, too
+        store.put(4)  # evicts 2, which it has not
+        assert codes(store, 1, 2, 3, 4) == [FS, MISS, CPU, CPU]
+        show(NAMESPACE, TENANT, key_of(3), FS)
+        show(NAMESPACE, TENANT, key_of(4), FS)
+        show(NAMESPACE, TENANT, key_of(4), MISS)  # evicted below first
+        store.put(5)
+        store.put(6)
+        assert codes(store, 3, 4) == [FS, MISS]
+        show(NAMESPACE, TENANT, key_of(1), MISS)
+        show(NAMESPACE, TENANT, key_of(9), MISS)
+        assert codes(store, 1, 3) == [MISS, FS]
+        with pytest.raises(ValueError, match="MISS, FS or PENDING"):
+            show(NAMESPACE, TENANT, key_of(1), CPU)
+
+
+def test_what_lower_tiers_hold_leaves_a_quarter_of_the_table_to_the_cpu_tier() -> None:
+    with native_store(arena_bytes=16 * CHUNK, entries=64) as store:
+        for number in range(1000, 3000):
+            store.index.set_lower(NAMESPACE, TENANT, key_of(number), FS)
+        stats = store.index.stats()
+        assert stats["entries"] <= stats["entries_max"] * 3 // 4
+        for number in range(16):
+            store.put(number)

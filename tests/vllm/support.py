@@ -54,6 +54,9 @@ class Store:
     def wait_for_hits(self, count: int) -> None:
         _wait_for(self.hits, count, "hits")
 
+    def wait_for_fs_hits(self, count: int) -> None:
+        _wait_for(lambda: self.daemon.tier("fs")["hits"], count, "hits of the fs tier")
+
     def wait_for_misses(self, count: int) -> None:
         _wait_for(self.misses, count, "misses")
 

@@ -116,12 +116,14 @@ class Commit(_message.Message):
     def __init__(self, at: _Optional[_Union[SlotRef, _Mapping]] = ..., tenant: _Optional[bytes] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
 
 class Release(_message.Message):
-    __slots__ = ("at", "loaded")
+    __slots__ = ("at", "loaded", "promoted")
     AT_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
+    PROMOTED_FIELD_NUMBER: _ClassVar[int]
     at: SlotRef
     loaded: bool
-    def __init__(self, at: _Optional[_Union[SlotRef, _Mapping]] = ..., loaded: bool = ...) -> None: ...
+    promoted: bool
+    def __init__(self, at: _Optional[_Union[SlotRef, _Mapping]] = ..., loaded: bool = ..., promoted: bool = ...) -> None: ...
 
 class Chain(_message.Message):
     __slots__ = ("tenant", "keys")
@@ -142,7 +144,7 @@ class Probe(_message.Message):
     def __init__(self, engine_family: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("number", "instance_id", "grants_wanted", "commits", "aborts", "leases", "releases", "touches", "misses", "probe", "fresh_namespace", "tails")
+    __slots__ = ("number", "instance_id", "grants_wanted", "commits", "aborts", "leases", "releases", "touches", "misses", "probe", "fresh_namespace", "promotes", "tails")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     GRANTS_WANTED_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +156,7 @@ class StepRequest(_message.Message):
     MISSES_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     FRESH_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PROMOTES_FIELD_NUMBER: _ClassVar[int]
     TAILS_FIELD_NUMBER: _ClassVar[int]
     number: int
     instance_id: bytes
@@ -166,8 +169,9 @@ class StepRequest(_message.Message):
     misses: int
     probe: Probe
     fresh_namespace: bool
+    promotes: _containers.RepeatedCompositeFieldContainer[Chain]
     tails: _containers.RepeatedCompositeFieldContainer[SlotRef]
-    def __init__(self, number: _Optional[int] = ..., instance_id: _Optional[bytes] = ..., grants_wanted: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., touches: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., misses: _Optional[int] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., fresh_namespace: bool = ..., tails: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., instance_id: _Optional[bytes] = ..., grants_wanted: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., touches: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., misses: _Optional[int] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., fresh_namespace: bool = ..., promotes: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ...) -> None: ...
 
 class StepReply(_message.Message):
     __slots__ = ("number", "grants", "grants_short", "outcomes", "group")

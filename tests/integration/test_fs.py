@@ -1,0 +1,252 @@
+"""The filesystem tier behind a real daemon: written through, kept over restarts and kills, promoted, and never in the
+way when its disk is full or gone."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvstore.client import Loaded, Lookup, Miss, Present, StoreClient, Stored
+from kvstore.testing import Daemon, running_daemon, start_daemon
+from tests.integration.conftest import (
+    CHUNK_BYTES,
+    WAIT_S,
+    client_of,
+    eventually,
+    key,
+    needs_root,
+    payload,
+)
+
+NAMES = range(100)
+KEYS = [key(name) for name in NAMES]
+CHUNKS = {key(name): payload(name) for name in NAMES}
+PAYLOADS = [payload(name) for name in NAMES]
+
+
+@pytest.fixture
+def fs_dir(tmp_path: Path) -> Path:
+    return tmp_path / "fs"
+
+
+def fs_flags(directory: Path, fs_bytes: int | str = "64MiB") -> list[str]:
+    return ["--fs-dir", str(directory), "--fs-bytes", str(fs_bytes)]
+
+
+def fs_tier(daemon: Daemon) -> dict[str, int]:
+    return daemon.tier("fs")
+
+
+def wait_for_disk(daemon: Daemon, chunks: int) -> None:
+    eventually(lambda: fs_tier(daemon)["chunks"] == chunks, f"{chunks} chunks on disk")
+
+
+def wait_for_lookup(client: StoreClient, keys: Sequence[bytes], where: Lookup) -> None:
+    """The table is told of what a restart found in slices."""
+    eventually(lambda: set(client.lookup("salt", keys)) == {where}, f"{where} for every key")
+
+
+def settle(client: StoreClient) -> None:
+    client._connection._steps.settle(WAIT_S)  # type: ignore[union-attr]
+
+
+def test_what_was_put_is_served_from_disk_after_a_restart(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        assert set(client.put("salt", CHUNKS).values()) == {Stored()}
+        namespaces = daemon.stats()["namespaces"]
+    # A stop waits until everything is on disk. The salt still leads to the same tenant.
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon:
+        eventually(lambda: daemon.stats()["namespaces"] == namespaces, "the documents are read again")
+        with client_of(daemon) as client:
+            wait_for_disk(daemon, 100)
+            wait_for_lookup(client, KEYS, Lookup.FS)
+            assert client.lookup("other salt", KEYS[:1]) == [Lookup.MISS]
+            assert client.get("salt", [*KEYS, key(100)]) == [*PAYLOADS, None]
+            assert set(client.lookup("salt", KEYS)) == {Lookup.CPU}
+            assert client.get("salt", KEYS) == PAYLOADS
+            settle(client)
+            fs, cpu = fs_tier(daemon), daemon.tier()
+            assert (fs["hits"], cpu["hits"], fs["misses"], cpu["misses"]) == (100, 100, 1, 1)
+            assert (cpu["chunks"], cpu["granted_bytes"], cpu["pinned_bytes"]) == (100, 0, 0)
+
+
+def test_what_was_on_disk_survives_a_kill(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+        wait_for_disk(daemon, 100)
+        daemon.kill()
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        eventually(lambda: "from the index" in daemon.log() or "from their headers" in daemon.log(), "it is warm")
+        found = fs_tier(daemon)["chunks"]  # those since the last index commit may be gone
+        eventually(lambda: client.lookup("salt", KEYS).count(Lookup.FS) == found, "all of them are shown")
+        got = client.get("salt", KEYS)
+        assert sum(chunk is not None for chunk in got) == found
+        assert all(chunk in (None, expected) for chunk, expected in zip(got, PAYLOADS, strict=True))
+        assert fs_tier(daemon)["corruptions"] == 0
+
+
+def test_a_kill_in_the_middle_of_writing_leaves_nothing_wrong(fs_dir: Path) -> None:
+    for _ in range(3):
+        with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+            client.put("salt", CHUNKS)
+            daemon.kill()
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        got = client.get("salt", KEYS)
+        assert all(chunk in (None, expected) for chunk, expected in zip(got, PAYLOADS, strict=True))
+        assert set(client.put("salt", CHUNKS).values()) <= {Stored(), Present()}
+        wait_for_disk(daemon, 100)
+        assert client.get("salt", KEYS) == PAYLOADS
+        assert fs_tier(daemon)["corruptions"] == 0
+
+
+def test_evicted_chunks_stay_on_disk_and_come_back_through_a_small_arena(fs_dir: Path) -> None:
+    slot_bytes = 12_288
+    with (
+        running_daemon(cpu_bytes=16 * slot_bytes, arguments=fs_flags(fs_dir)) as daemon,
+        client_of(daemon) as client,
+    ):
+        for name in NAMES:  # one at a time, each on disk before the next may evict it
+            client.put("salt", {key(name): payload(name)})
+            wait_for_disk(daemon, name + 1)
+        assert set(client.lookup("salt", KEYS)) == {Lookup.CPU, Lookup.FS}
+        assert client.get("salt", KEYS) == PAYLOADS  # in rounds: the arena holds 16
+        buffers = {key(name): bytearray(CHUNK_BYTES) for name in range(101)}
+        outcomes = client.get_into("salt", buffers)
+        assert outcomes == {key(name): Loaded() for name in NAMES} | {key(100): Miss()}
+        assert [bytes(buffers[key(name)]) for name in NAMES] == PAYLOADS
+        tier = fs_tier(daemon)
+        assert (tier["chunks"], tier["evictions"], tier["corruptions"]) == (100, 0, 0)
+        assert daemon.tier()["evictions"] > 80
+
+
+def test_a_chunk_is_promoted_once_for_all_who_want_it(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+    with (
+        running_daemon(arguments=fs_flags(fs_dir)) as daemon,
+        client_of(daemon) as one,
+        client_of(daemon) as two,
+    ):
+        wait_for_lookup(one, KEYS, Lookup.FS)
+        got: dict[str, list[bytes | None]] = {}
+        threads = [
+            threading.Thread(target=lambda name=name, client=client: got.update({name: client.get("salt", KEYS)}))
+            for name, client in (("one", one), ("two", two))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert got == {"one": PAYLOADS, "two": PAYLOADS}
+        assert daemon.tier()["chunks"] == 100
+        settle(one)
+        settle(two)
+        assert fs_tier(daemon)["hits"] + daemon.tier()["hits"] == 200
+
+
+def test_a_flipped_bit_on_disk_is_a_miss_counted_and_removed(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", {key(1): payload(1), key(2): payload(2)})
+    [slab] = [path for path in fs_dir.iterdir() if path.stat().st_size > 1 << 19 and payload(1) in path.read_bytes()]
+    content = slab.read_bytes()
+    at = content.index(payload(1)) + 5_000
+    with slab.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([content[at] ^ 1]))
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        wait_for_lookup(client, [key(1), key(2)], Lookup.FS)
+        assert client.get("salt", [key(1), key(2)]) == [None, payload(2)]
+        assert client.lookup("salt", [key(1), key(2)]) == [Lookup.MISS, Lookup.CPU]
+        tier = fs_tier(daemon)
+        assert (tier["corruptions"], tier["chunks"]) == (1, 1)
+        assert client.put("salt", {key(1): payload(1)}) == {key(1): Stored()}
+        wait_for_disk(daemon, 2)
+
+
+def test_a_second_daemon_on_the_same_directory_exits_3(fs_dir: Path, runtime_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon:
+        second = start_daemon(runtime_dir=runtime_dir, arguments=fs_flags(fs_dir))
+        assert second.process.wait(WAIT_S) == 3, second.log()
+        assert str(fs_dir) in second.log()
+        assert not (runtime_dir / "kvstore.sock").exists()
+        assert fs_tier(daemon)["sick"] == ""
+
+
+def test_a_directory_that_is_a_file_exits_2(tmp_path: Path, runtime_dir: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    daemon = start_daemon(runtime_dir=runtime_dir, arguments=fs_flags(tmp_path / "file"))
+    assert daemon.process.wait(WAIT_S) == 2, daemon.log()
+    assert str(tmp_path / "file") in daemon.log()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@contextlib.contextmanager
+def small_tmpfs(path: Path, nbytes: int) -> Iterator[None]:
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", str(path)], check=False, capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@needs_root
+def test_a_full_disk_drops_stores_and_heals(tmp_path: Path) -> None:
+    fs_dir = tmp_path / "small"
+    with small_tmpfs(fs_dir, 8 << 20):
+        ballast = fs_dir / "ballast"
+        with running_daemon(arguments=fs_flags(fs_dir, "64MiB")) as daemon, client_of(daemon) as client:
+            with ballast.open("wb") as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(1 << 16))
+            assert set(client.put("salt", CHUNKS).values()) == {Stored()}
+            eventually(lambda: fs_tier(daemon)["dropped_stores"] > 0, "stores are dropped")
+            eventually(lambda: fs_tier(daemon)["sick"] != "", "the tier says that it is sick")
+            assert client.get("salt", KEYS) == PAYLOADS
+            assert tier_health(daemon) == health_pb2.HealthCheckResponse.NOT_SERVING
+            ballast.unlink()
+
+            names = iter(range(1000, 10_000))
+
+            def heals() -> bool:
+                name = next(names)
+                client.put("salt", {key(name): payload(name)})
+                return fs_tier(daemon)["sick"] == "" and fs_tier(daemon)["chunks"] > 0
+
+            eventually(heals, "it takes stores again")
+
+
+def tier_health(daemon: Daemon) -> int:
+    """Once it has been looked at since."""
+    with grpc.insecure_channel(daemon.endpoint) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="tier/fs")
+
+        def status() -> int:
+            return stub.Check(request, timeout=WAIT_S).status
+
+        eventually(lambda: status() == health_pb2.HealthCheckResponse.NOT_SERVING, "health says so")
+        return status()
+
+
+def test_a_directory_removed_under_load_costs_the_tier_only(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+        wait_for_disk(daemon, 100)
+        shutil.rmtree(fs_dir)
+        eventually(lambda: fs_tier(daemon)["sick"] != "", "the tier says so")
+        assert client.get("salt", KEYS) == PAYLOADS
+        assert client.put("salt", {key(100): payload(100)}) == {key(100): Stored()}
+        os.mkdir(fs_dir, 0o700)
+        eventually(lambda: fs_tier(daemon)["sick"] == "", "it is back")
