@@ -43,6 +43,7 @@ from kvstore.steps import Outcome, Steps
 
 logger = logging.getLogger("vllm.connector.scheduler")
 
+HEARTBEAT_HUNG_MS = 1000.0
 DEFERRALS_MAX = 2  # how often a request's store may wait a step for grants
 GRANTS_RETRY_S = 0.1  # a full tier is not asked again in every step
 NOWHERE = (0, 2**64 - 1)  # a place whose generation no slot ever has: its load fails
@@ -328,7 +329,8 @@ class SchedulerHalf(OffloadingManager):
                 wanted.append(offered)
         # A prefix taken now is all that this request ever stores, so its slots are waited for, though not for ever.
         enough = min(len(wanted), self._grants_max(attached))
-        if attached.steps.grants_free < enough and self._may_defer(record, attached):
+        slow = attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS
+        if wanted and (attached.steps.grants_free < enough or slow) and self._may_defer(record, attached):
             record.deferrals += 1
             self._expect(record, max(record.grants_expected, len(wanted)))
             return None
@@ -388,8 +390,9 @@ class SchedulerHalf(OffloadingManager):
         """A finished request gets no further offer, and a daemon that has no more to give will not have more next
         step."""
         hopeless = attached.steps.grants_coming == 0 and attached.steps.grants_short in _FULL
-        stale = attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS
-        return not record.finished and not hopeless and not stale and record.deferrals < DEFERRALS_MAX
+        # A busy machine may hold the daemon up for a moment; one that has stood still for longer will not be back soon.
+        hung = attached.session.table.heartbeat_age_ms() > HEARTBEAT_HUNG_MS
+        return not record.finished and not hopeless and not hung and record.deferrals < DEFERRALS_MAX
 
     def _expect(self, record: RequestRecord, grants: int) -> None:
         self._expected += grants - record.grants_expected

@@ -194,6 +194,14 @@ class StoreClient:
         if connection is not None and idle:
             connection.close()
 
+    def wait_until_mapped(self, timeout_s: float) -> bool:
+        """Until the whole arena is in this process's page tables; before that, first copies into a slot are slower."""
+        connection = self._enter()
+        try:
+            return connection.wait_until_mapped(timeout_s)
+        finally:
+            self._leave(connection)
+
     def __enter__(self) -> "StoreClient":
         return self
 
@@ -265,6 +273,10 @@ class _Connection:
 
     def close(self) -> None:
         self._session.close()
+
+    def wait_until_mapped(self, timeout_s: float) -> bool:
+        assert self._session.premapping is not None
+        return self._session.premapping.wait(timeout_s)
 
     def tenant(self, salt: str | None) -> bytes:
         if salt is None and self._session.require_cache_salt:

@@ -363,6 +363,16 @@ def test_no_store_begins_while_the_daemons_heart_stands_still_but_loads_go_on(en
     assert len(engine.daemon.stored) == 5
 
 
+def test_a_store_waits_for_a_daemon_that_was_held_up_for_a_moment(engine):
+    engine.add("cold", PROMPT)
+    engine.daemon.heartbeat_age_ms = 400.0
+    engine.step()
+    assert not engine.half._jobs
+    engine.daemon.heartbeat_age_ms = 0.0
+    engine.run()
+    assert len(engine.daemon.stored) == 5
+
+
 # ---- reset, ids, identity
 
 

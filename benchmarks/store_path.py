@@ -1,0 +1,78 @@
+"""How fast do chunks get into the store and out of it, beside what the machine's memory allows?
+
+One daemon, this process as its client, batches of 64 chunks of 2 MiB, everything mapped before. A put ends when the
+daemon has acknowledged the commits. The limits are copies of the same bytes in the same rounds: with two threads and
+streaming stores for put, one thread's memcpy for get_into and get.
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.report import Result, main
+from kvstore._native import Copier
+from kvstore.client import Loaded, StoreClient, Stored
+from kvstore.testing import running_daemon
+
+CHUNK_BYTES = 2 << 20
+BATCH = 64
+ROUNDS = 9
+COPY_THREADS = 2
+MAP_S_MAX = 60.0
+
+
+def measure() -> list[Result]:
+    rng = np.random.default_rng(0)
+    payloads = [rng.integers(0, 256, CHUNK_BYTES, np.uint8) for _ in range(BATCH)]
+    buffers = [np.zeros(CHUNK_BYTES, np.uint8) for _ in range(BATCH)]
+    copier = Copier(COPY_THREADS)
+    for array in (*payloads, *buffers):
+        copier.add_region(array.ctypes.data, array.nbytes)
+    sources, targets = (np.array([a.ctypes.data for a in arrays], np.uint64) for arrays in (payloads, buffers))
+    sizes = np.full(BATCH, CHUNK_BYTES, np.uint64)
+
+    def stream_copy() -> None:
+        copier.submit(0, sources, targets, sizes)
+        assert copier.wait([0], 60.0)
+        copier.finished()
+
+    def memcpy() -> None:
+        for payload, buffer in zip(payloads, buffers, strict=True):
+            np.copyto(buffer, payload)
+
+    seconds: dict[str, list[float]] = {name: [] for name in ("ceiling", "put", "memcpy", "get_into", "get")}
+
+    def timed(name: str, act: Callable[[], object]) -> object:
+        begin = time.perf_counter()
+        result = act()
+        seconds[name].append(time.perf_counter() - begin)
+        return result
+
+    with (
+        running_daemon(cpu_bytes=(ROUNDS + 2) * BATCH * CHUNK_BYTES, verify=False) as daemon,
+        StoreClient.attach(
+            daemon.endpoint, namespace={"model": "benchmark"}, chunk_bytes=CHUNK_BYTES, hash_seed="0"
+        ) as store,
+    ):
+        assert store.wait_until_mapped(MAP_S_MAX), "the arena was not mapped in time"
+        for number in range(ROUNDS + 1):  # the first one warms up
+            keys = [number.to_bytes(16, "big") + i.to_bytes(16, "big") for i in range(BATCH)]
+            timed("ceiling", stream_copy)
+            outcomes = timed("put", lambda keys=keys: store.put(None, dict(zip(keys, payloads, strict=True))))
+            assert set(outcomes.values()) == {Stored()}  # type: ignore[attr-defined]
+            timed("memcpy", memcpy)
+            loaded = timed("get_into", lambda keys=keys: store.get_into(None, dict(zip(keys, buffers, strict=True))))
+            assert set(loaded.values()) == {Loaded()}  # type: ignore[attr-defined]
+            assert all(np.array_equal(a, b) for a, b in zip(payloads, buffers, strict=True))
+            timed("get", lambda keys=keys: store.get(None, keys))
+    rates = {name: [BATCH * CHUNK_BYTES / s / 1e9 for s in values[1:]] for name, values in seconds.items()}
+    return [
+        Result.of("put", rates["put"], "GB/s", rates["ceiling"]),
+        Result.of("get_into", rates["get_into"], "GB/s", rates["memcpy"]),
+        Result.of("get", rates["get"], "GB/s", rates["memcpy"]),
+    ]
+
+
+if __name__ == "__main__":
+    main("store_path", __doc__.splitlines()[0], measure)
