@@ -141,9 +141,12 @@ class Node:
     def stats(self) -> dict[str, object]:
         return admin.stats_json(admin.stats(self.daemon.endpoint))
 
-    def require_sound(self) -> None:
+    def require_no_wrong_byte(self) -> None:
         if wrongs := self.tally.wrongs():
-            raise Violation("; ".join(wrongs))
+            raise Violation(f"{len(wrongs)} wrong chunks; {wrongs[0]}")
+
+    def require_sound(self) -> None:
+        self.require_no_wrong_byte()
         stats = self.stats()
         if stats["problems"]:
             raise Violation(f"the daemon's invariants are broken: {stats['problems']}")
@@ -224,8 +227,7 @@ class Node:
             lambda: sum(map(self.tally.read_rightly, rows)) > before + CHUNKS_UNDER_LOAD // 4,
             "those that were not killed are served",
         )
-        if wrongs := self.tally.wrongs():
-            raise Violation("; ".join(wrongs))
+        self.require_no_wrong_byte()
         if problems := self.stats()["problems"]:
             raise Violation(f"the daemon's invariants are broken: {problems}")
 

@@ -28,9 +28,19 @@ from kvstore.errors import Unavailable
 from kvstore.limits import HEARTBEAT_STALE_MS
 from kvstore.session import Attachment, Role, Session
 from kvstore.steps import Steps
-from tests.crash.chunks import CHAINS, CHUNK_BYTES, CHUNKS_PER_CHAIN, NAMESPACE, SALT, SEED, SLOT_BYTES, Tally
+from tests.crash.chunks import (
+    CHAINS,
+    CHUNK_BYTES,
+    CHUNKS_PER_CHAIN,
+    NAMESPACE,
+    SALT,
+    SEED,
+    SLOT_BYTES,
+    Tally,
+    content,
+    key,
+)
 from tests.crash.chunks import chain as chain_of
-from tests.crash.chunks import content, key
 
 JOBS_MAX = 4
 PAUSE_S = 0.005

@@ -79,8 +79,10 @@ class Intruder:
             numbers = range(self.next, self.next + BATCH)
             self.next += BATCH
             chunks = {key(number): content(number) for number in numbers}
-            assert set(self.client.put(SALT, chunks).values()) == {Stored()}
-            assert self.client.get(SALT, list(chunks)) == [content(number).tobytes() for number in numbers]
+            outcomes = self.client.put(SALT, chunks)
+            stored = [one for one in chunks if outcomes[one] == Stored()]
+            assert len(stored) >= BATCH - 2, outcomes  # a table so small has now and then no place left for a key
+            assert self.client.get(SALT, stored) == [chunks[one].tobytes() for one in stored]
 
 
 def watching(daemon: Daemon) -> Session:
@@ -100,11 +102,14 @@ def test_a_slot_is_not_granted_again_before_its_writer_has_ended(daemon: Daemon,
         assert len(refs) == SLOTS_HELD
         slots = np.array([slot for slot, _ in refs], np.uint32)
         generations = np.array([generation for _, generation in refs], np.uint64)
-        arena = np.frombuffer(eyes.arena.view(), np.uint64)
-        places = [slot_offset(slot, SLOT_BYTES, eyes.table.unit_bytes) // 8 for slot in slots.tolist()]
 
         def held_words() -> set[int]:
-            return {int(word) for place in places for word in np.unique(arena[place : place + CHUNK_BYTES // 8])}
+            words: set[int] = set()
+            with eyes.arena.view() as view:
+                for slot in slots.tolist():
+                    begin = slot_offset(slot, SLOT_BYTES, eyes.table.unit_bytes)
+                    words |= set(np.unique(np.frombuffer(bytes(view[begin : begin + CHUNK_BYTES]), np.uint64)).tolist())
+            return words
 
         intruder = Intruder(daemon, first=100_000)
         try:
@@ -133,7 +138,6 @@ def test_a_slot_is_not_granted_again_before_its_writer_has_ended(daemon: Daemon,
             assert int(orphans.ORPHAN) not in held_words()
         finally:
             intruder.client.close()
-            del arena
             if child_pid:
                 os.kill(child_pid, signal.SIGKILL)
 
@@ -146,7 +150,7 @@ def test_keys_that_many_processes_store_at_once_are_stored_once(daemon: Daemon) 
     writers, rounds, keys_per_round = 6, 12, 12  # six times twelve slots are less than may be granted at once
     shape = (rounds, keys_per_round)
     with contextlib.ExitStack() as stack:
-        reader, reader_pipe = stack.enter_context(process(orphans.same_keys_reader, daemon, *shape))
+        _, reader_pipe = stack.enter_context(process(orphans.same_keys_reader, daemon, *shape))
         started = [stack.enter_context(process(orphans.same_keys_writer, daemon, *shape)) for _ in range(writers)]
         for _, pipe in started:
             pipe.send("go on")
