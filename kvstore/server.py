@@ -18,6 +18,7 @@ import errno
 import fcntl
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -35,7 +36,7 @@ from grpc_reflection.v1alpha import reflection
 from kvstore.attach import ArenaSocket
 from kvstore.config import ServeConfig, grpc_target
 from kvstore.errors import ConfigurationError, LimitExceeded
-from kvstore.limits import HEARTBEAT_INTERVAL_MS, MESSAGE_BYTES_MAX
+from kvstore.limits import DESCRIPTORS_PER_SESSION, HEARTBEAT_INTERVAL_MS, MESSAGE_BYTES_MAX, SESSIONS_MAX
 from kvstore.metrics import DaemonCollector
 from kvstore.movement import Movement
 from kvstore.rpc.handover import Memory
@@ -51,6 +52,7 @@ LOCK_FILE = "kvstore.lock"
 INSTANCE_ID_BYTES = 16
 INDEX_KEY_BYTES = 16
 LEASE_SWEEP_S = 1.0
+DESCRIPTORS_OTHER = 256
 HEALTH_INTERVAL_S = 1.0
 DRAIN_S = 10.0  # how long a stop waits for chunks that are not on disk yet
 FS_HEALTH = "tier/fs"  # beside the services, for health checks
@@ -77,6 +79,7 @@ class StartFailed(Exception):
 
 def serve(config: ServeConfig, *, verify: bool = False) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit code; what went wrong is in the log."""
+    _raise_descriptor_limit()
     try:
         with contextlib.ExitStack() as stack:
             group = _shared_group(config)
@@ -97,6 +100,16 @@ def serve(config: ServeConfig, *, verify: bool = False) -> int:
         _log.error("%s", error)
         return EXIT_FAILED
     return EXIT_STOPPED
+
+
+def _raise_descriptor_limit() -> None:
+    """Room for as many sessions as the daemon takes: the usual soft limit holds a third of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS_PER_SESSION * SESSIONS_MAX + DESCRIPTORS_OTHER
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory | None, *, verify: bool) -> None:

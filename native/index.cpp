@@ -24,7 +24,9 @@ std::vector<Ref> Index::grant(std::uint64_t group, std::uint64_t chunk_bytes, st
     std::vector<Ref> granted;
     Move move;
     while (granted.size() < count) {
-        const auto slot = slabs_.take(bytes);
+        // Chunks smaller than the table was sized for fill it before the tier, and it would then refuse every commit.
+        const bool table_full = chunk_count_ >= table_.place_count() / 3 * 2;
+        const auto slot = table_full ? std::nullopt : slabs_.take(bytes);
         if (!slot) {
             if (!make_room(bytes, move)) break;
             continue;
@@ -114,7 +116,7 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     const bool in_lower = table_.where(digest) != Where::MISS;  // an entry without a record, as `find` said
     if (in_lower) erase_lower(digest);
     const std::uint32_t number = new_record();
-    if (number == NO_RECORD || !table_.insert(digest, Where::CPU, commit.at, number)) {
+    if (number == NO_RECORD || !insert_chunk(digest, commit.at, number)) {
         if (in_lower) insert_lower(digest, Where::FS);
         if (number != NO_RECORD) free_records_.push_back(number);
         drop_grant(group, commit.at.slot);
@@ -495,8 +497,15 @@ void Index::set_lower(const Id& name_space, const Id& tenant, Bytes key, Where w
     }
 }
 
+bool Index::insert_chunk(const Digest& digest, Ref at, std::uint32_t number) {
+    if (table_.insert(digest, Where::CPU, at, number)) return true;
+    if (!table_.erase_unrecorded_near(digest)) return false;  // a hint gives way to a chunk
+    --lower_count_;
+    return table_.insert(digest, Where::CPU, at, number);
+}
+
 bool Index::insert_lower(const Digest& digest, Where where) {
-    // A quarter stays for the cpu tier's chunks, which are refused where the table has no room.
+    // Beyond that nearly every chunk would first have to push a hint out.
     if (table_.entry_count() >= table_.place_count() / 4 * 3) return false;
     if (!table_.insert(digest, where, Ref{}, NO_RECORD)) return false;
     ++lower_count_;

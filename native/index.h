@@ -169,6 +169,7 @@ class Index {
     void list(std::uint32_t record);
     static bool is_held(const Record& record) { return record.leases > 0 || record.io > 0; }
     bool is_evictable(const Record& record) const { return record.live && record.children == 0 && !is_held(record); }
+    bool insert_chunk(const Digest& digest, Ref at, std::uint32_t record);
     bool insert_lower(const Digest& digest, Where where);
     void erase_lower(const Digest& digest);
     Victim victim(std::uint32_t record) const { return {!records_[record].orphan, records_[record].tick, record}; }

@@ -293,6 +293,19 @@ void TableWriter::erase(const Digest& digest) {
     --entry_count_;
 }
 
+bool TableWriter::erase_unrecorded_near(const Digest& digest) {
+    std::uint64_t at = home(digest);
+    for (std::uint32_t probe = 0; probe < PROBES_MAX; ++probe, at = next(at)) {
+        const Bucket& bucket = buckets_[at];
+        for (std::uint32_t i = 0; i < PLACES_PER_BUCKET; ++i) {
+            if (get(bucket.location[i]) == 0 || bucket.record[i].load(std::memory_order_relaxed) != NO_RECORD) continue;
+            erase({get(bucket.digest_lo[i]), get(bucket.digest_hi[i])});
+            return true;
+        }
+    }
+    return false;
+}
+
 Where TableWriter::where(const Digest& digest) const {
     const auto place = place_of(digest);
     return place ? where_of(get(buckets_[place->bucket].location[place->index])) : Where::MISS;

@@ -140,6 +140,8 @@ class TableWriter {
     // False: no free place within reach. The digest must not be there.
     [[nodiscard]] bool insert(const Digest& digest, Where where, Ref at, std::uint32_t record);
     void erase(const Digest& digest);
+    // Erases one entry without a record where this digest could lie. False: there is none.
+    bool erase_unrecorded_near(const Digest& digest);
     // MISS: it is not there.
     Where where(const Digest& digest) const;
     // Of an entry that is there and has no slot, before and after.
