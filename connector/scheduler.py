@@ -40,7 +40,7 @@ from connector import metrics
 from connector.link import Link
 from connector.messages import ChunkSpec
 from kvstore._native import CPU, FS, MISS, PENDING, class_bytes
-from kvstore.limits import HEARTBEAT_STALE_MS, grants_per_group_max
+from kvstore.limits import HEARTBEAT_STALE_MS, PROMOTES_PER_ROUND, grants_per_group_max
 from kvstore.session import Session
 from kvstore.steps import Outcome, Steps
 
@@ -325,7 +325,7 @@ class SchedulerHalf(OffloadingManager):
         round_over = attached.steps.promotes_answered >= prefetch.ticket and all(codes[key] == FS for key in below)
         if prefetch.ticket == 0 or (round_over and len(below) < prefetch.below):
             # Another round may find room for what the last one did not bring.
-            prefetch.ticket = attached.steps.promote(record.tenant(attached), below)
+            prefetch.ticket = attached.steps.promote(record.tenant(attached), below[:PROMOTES_PER_ROUND])
             prefetch.below = len(below)
             record.prefetched.update(below)
             attached.steps.flush()

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from kvstore import _native
 from kvstore.config import default_endpoint
 from kvstore.errors import BadKey, KVStoreError, LimitExceeded, NamespaceMismatch, SaltRequired, Unavailable, WrongSize
-from kvstore.limits import HEARTBEAT_STALE_MS, KEY_BYTES_MAX, KEY_BYTES_MIN, KEYS_PER_CALL_MAX
+from kvstore.limits import HEARTBEAT_STALE_MS, KEY_BYTES_MAX, KEY_BYTES_MIN, KEYS_PER_CALL_MAX, PROMOTES_PER_ROUND
 from kvstore.session import Attachment, Role, Session
 from kvstore.steps import Outcome, Ref, Steps
 
@@ -394,7 +394,7 @@ class _Connection:
             positions = below if found or not promoted else []
             promoted = True
             if positions:
-                self._promote(tenant, [keys[position] for position in positions], deadline_s)
+                self._promote(tenant, [keys[position] for position in positions[:PROMOTES_PER_ROUND]], deadline_s)
         self._steps.touch(tenant, keys)
         self._steps.flush()
 

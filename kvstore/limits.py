@@ -4,6 +4,7 @@ KEY_BYTES_MIN = 16
 KEY_BYTES_MAX = 64
 KEYS_PER_CALL_MAX = 65_536
 OPERATIONS_PER_STEP_MAX = 256  # so that one message costs the daemon's event loop about a millisecond at the most
+PROMOTES_PER_ROUND = 256  # chunks asked for at once; the daemon reads fewer at a time, head first
 TAILS_PER_STEP_MAX = 64  # chains that one request for slots may name
 MESSAGE_BYTES_MAX = 4 << 20  # gRPC's own default, stated at both ends
 SIZE_CLASSES_MAX = 32
@@ -25,6 +26,7 @@ GRANTS_PER_GROUP_SHARE = 16  # of the arena; docs/decisions/001
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un
 TOKEN_METADATA_KEY = "kvstore-token"
 
+assert PROMOTES_PER_ROUND <= OPERATIONS_PER_STEP_MAX
 assert HEARTBEAT_STALE_MS >= 3 * HEARTBEAT_INTERVAL_MS
 
 

@@ -29,6 +29,7 @@ from kvstore.limits import (
     GRANTS_IDLE_S,
     LEASE_MS,
     OPERATIONS_PER_STEP_MAX,
+    PROMOTES_PER_ROUND,
     STEPS_UNANSWERED_MAX,
     TAILS_PER_STEP_MAX,
 )
@@ -89,7 +90,7 @@ class Steps:
         self._releases: deque[tuple[Ref, bool, bool]] = deque()
         self._leases: dict[Ref, None] = {}  # to be taken or renewed
         self._touches: deque[tuple[bytes, Sequence[bytes]]] = deque()  # pieces that fit a message, the tail's first
-        self._promotes: deque[tuple[bytes, Sequence[bytes], int]] = deque()  # pieces that fit a message, in order
+        self._promotes: deque[tuple[bytes, Sequence[bytes], int]] = deque()  # each with the number of its call
         self._promotes_asked = 0  # calls
         self._promotes_sent = 0
         self._promotes_answered = 0
@@ -230,15 +231,14 @@ class Steps:
             self._operations += len(keys)
 
     def promote(self, tenant: bytes, keys: Sequence[bytes]) -> int:
-        """Ask for chunks that only the fs tier has, head first. Once `promotes_answered` has reached the number
-        returned, the table shows PENDING or CPU for those that are coming; the others are not. Dropped when the queue
-        is full."""
+        """Ask for at most PROMOTES_PER_ROUND chunks that only the fs tier has, head first. Once `promotes_answered` has
+        reached the number returned, the table shows PENDING or CPU for those that are coming; the others are not.
+        Dropped when the queue is full."""
+        assert len(keys) <= PROMOTES_PER_ROUND, f"{len(keys)} chunks to be promoted in one round"
         with self._lock:
             self._promotes_asked += 1
             if self._accepting() and self._operations + len(keys) <= QUEUED_OPERATIONS_MAX:
-                for first in range(0, len(keys), OPERATIONS_PER_STEP_MAX):
-                    piece = keys[first : first + OPERATIONS_PER_STEP_MAX]
-                    self._promotes.append((tenant, piece, self._promotes_asked))
+                self._promotes.append((tenant, keys, self._promotes_asked))
                 self._operations += len(keys)
             return self._promotes_asked
 
@@ -487,7 +487,7 @@ class Steps:
             tenant, keys, _ = self._promotes.popleft()
             request.promotes.add(tenant=tenant, keys=keys)
             room -= len(keys)
-        # The call whose last piece is in this message; when none is left, also those that were dropped.
+        # When none is left, also those that were dropped.
         self._promotes_sent = self._promotes[0][2] - 1 if self._promotes else self._promotes_asked
         self._operations -= OPERATIONS_PER_STEP_MAX - room
         return request, tickets
