@@ -99,10 +99,10 @@ struct Removal {
     };
     std::uint32_t next = 0;  // record to look at; those from `end` on are younger than the removal
     std::uint32_t end = 0;
-    bool chosen = false;            // all records were looked at
-    std::vector<Candidate> oldest;  // a heap, the newest on top: no more than the bytes wanted
+    bool chosen = false;           // all records were looked at
+    std::deque<Candidate> oldest;  // a heap, the newest on top: no more than the bytes wanted
     std::uint64_t oldest_bytes = 0;
-    std::vector<Candidate> pinned;
+    std::deque<Candidate> pinned;
 };
 
 struct ChunkView {
