@@ -63,7 +63,9 @@ def _save_model(folder: Path, settings: dict[str, Any], dtype: str, seed: int) -
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(seed)
     LlamaForCausalLM(LlamaConfig(**settings)).to(getattr(torch, dtype)).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 SLOT_ALIGNMENT: int  # 4096
 KEY_BYTES_MIN: int  # 16
@@ -282,3 +283,82 @@ class Index:
         """Every invariant that does not hold, a sentence each."""
 
 POISON: int  # 0xA5, the byte that verify mode fills granted slots with
+
+# Checksums and batched file I/O
+
+IO_HEAD_BYTES: int  # 4096
+
+def crc32c(buffer: Buffer) -> int:
+    """CRC-32C, by an instruction where the host has one."""
+
+def crc32c_table(buffer: Buffer) -> int:
+    """The same without the instruction, for tests."""
+
+def crc32c_kind() -> str:
+    """What `crc32c` uses here: "sse4.2", "armv8" or "table"."""
+
+class IoDone:
+    """One request that ended or, if `late`, is past its deadline and still running: it will be reported again.
+
+    `error` is an errno or 0; ENODATA: the file ends before the request does; ETIMEDOUT: late, or cancelled at its
+    deadline before it ran; ECANCELED: by `close`. `checksum` is the payload's; `head` what was read in front of it.
+    """
+
+    @property
+    def request(self) -> int: ...
+    @property
+    def error(self) -> int: ...
+    @property
+    def late(self) -> bool: ...
+    @property
+    def checksum(self) -> int: ...
+    @property
+    def head(self) -> bytes: ...
+
+class IoPool:
+    """Threads that read and write (head, payload) pairs, adjacent in the file, in one call each. Safe from any thread.
+
+    Reads go first. Payloads must lie in a region, else ValueError and nothing is done; their memory belongs to the
+    pool until the request was reported with `late` False. Deadlines count from submission; 0: none.
+    """
+
+    def __init__(self, n_read_threads: int, n_write_threads: int) -> None: ...
+    @property
+    def event_fd(self) -> int:
+        """Readable when `poll` has something to return."""
+
+    def add_region(self, address: int, nbytes: int) -> None: ...
+    def read(
+        self,
+        request: int,
+        fd: int,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        with_head: bool = False,
+        deadline_ms: int = 0,
+    ) -> None:
+        """With a head: IO_HEAD_BYTES at the offset go to `IoDone.head`, the `nbytes` behind them to the address."""
+
+    def write(
+        self,
+        request: int,
+        fd: int,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        head: bytes = b"",
+        payload_checksum_at: int = -1,
+        head_checksum_at: int = -1,
+        deadline_ms: int = 0,
+    ) -> None:
+        """`payload_checksum_at`: where in the head the payload's CRC-32C goes before it is written; then that of the
+        head's first `head_checksum_at` bytes goes behind them. Both little-endian, 4 bytes; negative: nowhere."""
+
+    def poll(self) -> list[IoDone]:
+        """What ended or became late since the last call. Does not wait."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Cancels what waits, waits for what runs. False when something still ran: its memory must stay mapped."""

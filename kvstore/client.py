@@ -195,7 +195,7 @@ class StoreClient:
             connection.close()
 
     def wait_until_mapped(self, timeout_s: float) -> bool:
-        """Until this process has the whole arena in its page tables; before that, first copies into a slot are slower."""
+        """Until the whole arena is in this process's page tables; before that, first copies into a slot are slower."""
         connection = self._enter()
         try:
             return connection.wait_until_mapped(timeout_s)

@@ -16,9 +16,11 @@
 #include <system_error>
 
 #include "arena.h"
+#include "checksum.h"
 #include "copy.h"
 #include "digest.h"
 #include "index.h"
+#include "io.h"
 #include "slabs.h"
 #include "table.h"
 
@@ -342,6 +344,87 @@ void translate_system_error(const std::exception_ptr& error, void*) {
     }
 }
 
+// Checksums and batched file I/O -----------------------------------------------------------------------------------
+
+std::uint32_t crc32c_of_buffer(nb::handle buffer, std::uint32_t (*sum)(const void*, std::size_t)) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(buffer.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    std::uint32_t value;
+    {
+        const nb::gil_scoped_release release;
+        value = sum(view.buf, static_cast<std::size_t>(view.len));
+    }
+    PyBuffer_Release(&view);
+    return value;
+}
+
+std::vector<std::byte> head_from(const nb::bytes& head) {
+    const auto* from = reinterpret_cast<const std::byte*>(head.c_str());
+    return {from, from + head.size()};
+}
+
+void bind_io(nb::module_& m) {
+    m.def("crc32c", [](nb::handle buffer) { return crc32c_of_buffer(buffer, &crc32c); }, "buffer"_a);
+    m.def("crc32c_table", [](nb::handle buffer) { return crc32c_of_buffer(buffer, &crc32c_table); }, "buffer"_a);
+    m.def("crc32c_kind", &crc32c_kind);
+    m.attr("IO_HEAD_BYTES") = IO_HEAD_BYTES;
+
+    nb::class_<IoDone>(m, "IoDone")
+        .def_ro("request", &IoDone::id)
+        .def_ro("error", &IoDone::error)
+        .def_ro("late", &IoDone::late)
+        .def_ro("checksum", &IoDone::checksum)
+        .def_prop_ro("head", [](const IoDone& done) { return nb::bytes(done.head.data(), done.head.size()); });
+
+    nb::class_<IoPool>(m, "IoPool")
+        .def(nb::init<int, int>(), "n_read_threads"_a, "n_write_threads"_a)
+        .def_prop_ro("event_fd", &IoPool::event_fd)
+        .def("add_region", &IoPool::add_region, "address"_a, "nbytes"_a)
+        .def(
+            "read",
+            [](IoPool& pool, std::uint64_t request, int fd, std::uint64_t offset, std::uintptr_t address,
+               std::uint64_t nbytes, bool with_head, std::uint32_t deadline_ms) {
+                pool.submit({.id = request,
+                             .is_write = false,
+                             .fd = fd,
+                             .offset = offset,
+                             .address = address,
+                             .nbytes = nbytes,
+                             .has_head = with_head,
+                             .head = {},
+                             .deadline = std::chrono::milliseconds(deadline_ms)});
+            },
+            "request"_a, "fd"_a, "offset"_a, "address"_a, "nbytes"_a, nb::kw_only(), "with_head"_a = false,
+            "deadline_ms"_a = 0)
+        .def(
+            "write",
+            [](IoPool& pool, std::uint64_t request, int fd, std::uint64_t offset, std::uintptr_t address,
+               std::uint64_t nbytes, const nb::bytes& head, int payload_checksum_at, int head_checksum_at,
+               std::uint32_t deadline_ms) {
+                pool.submit({.id = request,
+                             .is_write = true,
+                             .fd = fd,
+                             .offset = offset,
+                             .address = address,
+                             .nbytes = nbytes,
+                             .has_head = head.size() > 0,
+                             .head = head_from(head),
+                             .payload_checksum_at = payload_checksum_at,
+                             .head_checksum_at = head_checksum_at,
+                             .deadline = std::chrono::milliseconds(deadline_ms)});
+            },
+            "request"_a, "fd"_a, "offset"_a, "address"_a, "nbytes"_a, nb::kw_only(), "head"_a = nb::bytes("", 0),
+            "payload_checksum_at"_a = -1, "head_checksum_at"_a = -1, "deadline_ms"_a = 0)
+        .def("poll", &IoPool::poll)
+        .def(
+            "close",
+            [](IoPool& pool, double timeout_s) {
+                const nb::gil_scoped_release release;
+                return pool.close(std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1000)));
+            },
+            "timeout_s"_a);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -504,6 +587,8 @@ NB_MODULE(_native, m) {
              "steps"_a, "limit"_a)
         .def("stats", &PyIndex::stats)
         .def("problems", [](const PyIndex& self) { return self.index.problems(); });
+
+    bind_io(m);
 }
 
 }  // namespace kvstore

@@ -214,7 +214,11 @@ class PretendEngine:
         self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def can_reset(self) -> bool:
-        return not any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.requests.values())
+        """vLLM refuses it while loads run, also those of requests that were aborted meanwhile."""
+        return not any(
+            request.is_finished() or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            for request in self.scheduler.requests.values()
+        )
 
     def change_weights(self) -> None:
         """What a trainer does between two rollouts. Running requests start over."""

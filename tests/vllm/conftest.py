@@ -10,12 +10,14 @@ from kvstore.testing import running_daemon
 from tests.vllm.support import ARGUMENTS, CPU_BYTES, HASH_SEED, MODEL, MODELS, Store, serving_engine
 
 VLLM_TESTS = Path(__file__).parent
+TEST_S_MAX = 900  # the first test of a module starts its engines
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if VLLM_TESTS in item.path.parents:
             item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(TEST_S_MAX))
 
 
 @pytest.fixture(scope="session")

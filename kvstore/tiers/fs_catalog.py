@@ -1,0 +1,431 @@
+"""What lies where in the fs tier, what it costs, and what has to go. Pure: no I/O, no clock.
+
+One thread at a time owns a catalog: the tier's worker while it fills it at start, then the event loop. It is the truth
+while the daemon lives; LMDB keeps a copy for the next start.
+
+Every slot of a slab is in exactly one state:
+
+    free -> taken -> held -> taken -> free      taken: being written, or evicted and not yet forgotten by the index
+                       \\-> taken -> quarantined
+
+Invariants, checked by `problems`:
+* free + taken + held + quarantined == slot count, in every slab.
+* A chunk is held at most once, and lies in the slots' class that its length asks for.
+* A slot with a reader is never taken: it is neither evicted nor rewritten.
+* `charged_bytes` exceeds the cap only while the tier shrinks: after a start with a smaller cap, or when files of others
+  have grown.
+* A slot that is not held may still bear a valid header only of the chunks that `ghosts` names for it.
+
+Memory: about 400 bytes for each chunk held.
+"""
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvstore.tiers.base import ChunkId
+from kvstore.tiers.fs_format import BLOCK_BYTES, SLOTS_PER_SLAB_MAX, slab_file_bytes, slot_bytes_for
+
+SLABS_PER_TIER = 64  # of the usual size; so many that taking one from a class hurts little, so few that they are cheap
+SLAB_BYTES_MAX = 8 << 30
+SMALL_FILES_BYTES_MIN = 256 << 10
+SMALL_FILES_BYTES_MAX = 8 << 20
+
+_INDEX_BASE_BYTES = 256 << 10
+_INDEX_BYTES_PER_SLOT = 384  # a record of at most 160 bytes, pages two thirds full, and the pages above them
+_INDEX_SPARE_BYTES_PER_SLOT = 768  # copies that a commit makes before the last one's pages are free: two more trees,
+_INDEX_SPARE_BYTES_MAX = 6 << 20  # or what two commits of the largest batch can touch, if that is less
+
+
+def index_bytes_for(slot_count: int) -> int:
+    """Largest size of the index file for so many slots."""
+    spare = min(_INDEX_SPARE_BYTES_PER_SLOT * slot_count, _INDEX_SPARE_BYTES_MAX)
+    return _round_up(_INDEX_BASE_BYTES + _INDEX_BYTES_PER_SLOT * slot_count + spare)
+
+
+def slab_charge(slot_bytes: int, slot_count: int) -> int:
+    """What a slab file may take on disk: its bytes, and the blocks in which a filesystem notes where they lie.
+
+    Two extents a slot (written, not yet written) and 340 of them to a block is the worst that ext4 makes of it.
+    """
+    return slab_file_bytes(slot_bytes, slot_count) + BLOCK_BYTES * (2 + slot_count // 128)
+
+
+def small_files_bytes_for(cap_bytes: int) -> int:
+    """Set aside for the lock, the key, quotas, namespace documents, their temporary copies and the directories."""
+    return max(SMALL_FILES_BYTES_MIN, min(SMALL_FILES_BYTES_MAX, cap_bytes // 64))
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class SizeClass:
+    """All slabs whose slots have one size. `lru`: oldest first. `free`: first in, first out."""
+
+    slot_bytes: int
+    slabs: list["Slab"] = field(default_factory=list)
+    lru: OrderedDict[ChunkId, "Entry"] = field(default_factory=OrderedDict)
+    free: deque["Place"] = field(default_factory=deque)
+    fresh: deque["Slab"] = field(default_factory=deque)  # with slots that were never used; those go first
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Slab:
+    number: int
+    fd: int
+    epoch: int
+    size_class: SizeClass
+    slot_count: int
+    held: dict[int, "Entry"] = field(default_factory=dict)
+    quarantined: set[int] = field(default_factory=set)
+    ghosts: dict[int, frozenset[ChunkId]] = field(default_factory=dict)
+    taken: int = 0
+    reading: int = 0  # slots read from, once for each reader
+    newest: int = 0  # the highest tick of a chunk that lies or lay here
+    fresh_from: int = 0  # slots from here on are free and were never used
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.size_class.slot_bytes
+
+    @property
+    def charge_bytes(self) -> int:
+        return slab_charge(self.slot_bytes, self.slot_count)
+
+    @property
+    def idle(self) -> bool:
+        return self.taken == 0 and self.reading == 0
+
+
+class Place(NamedTuple):
+    slab: Slab
+    slot: int
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A chunk that is held. `proven`: its bytes were seen whole, when written or read; a rebuild proves none."""
+
+    chunk: ChunkId
+    place: Place
+    sequence: int
+    payload_bytes: int
+    tick: int
+    proven: bool
+    readers: int = 0
+    forgotten: bool = False
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.place.slab.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    slot_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    slab: Slab
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """Nothing can be done now: the cap is too small for one such slot, or everything is in use."""
+
+
+Room = Grow | Evict | Retire | Stuck
+
+
+@dataclass(slots=True)
+class Usage:
+    chunks: int = 0
+    nbytes: int = 0
+
+
+class Catalog:
+    def __init__(self, cap_bytes: int, *, slab_bytes: int | None = None, foreign_bytes: int = 0) -> None:
+        self.cap_bytes = cap_bytes
+        self.foreign_bytes = foreign_bytes
+        self.slab_bytes = slab_bytes or min(SLAB_BYTES_MAX, max(BLOCK_BYTES, cap_bytes // SLABS_PER_TIER))
+        self.classes: dict[int, SizeClass] = {}
+        self.slabs: dict[int, Slab] = {}
+        self.entries: dict[ChunkId, Entry] = {}
+        self.usage: dict[tuple[bytes, bytes], Usage] = {}  # by namespace and tenant
+        self.tick = 0
+        self.reserved_bytes = 0  # of slabs being made or removed
+        self.barred_numbers: set[int] = set()  # of slabs being made, or whose file could not be removed
+        self.pending_slot_count = 0  # of slabs being made
+        self.index_slot_count = 0  # for which the index file is sized; it never shrinks while it is open
+        self.used_bytes = 0
+        self._slabs_bytes = 0
+        self._slots_bytes = 0
+        self._slot_count = 0
+
+    # Costs
+
+    @property
+    def charged_bytes(self) -> int:
+        return (
+            small_files_bytes_for(self.cap_bytes)
+            + index_bytes_for(self.index_slot_count)
+            + self.foreign_bytes
+            + self.reserved_bytes
+            + self._slabs_bytes
+        )
+
+    @property
+    def overhead_bytes(self) -> int:
+        """All that is charged but the slots."""
+        return self.charged_bytes - self._slots_bytes
+
+    @property
+    def slot_count(self) -> int:
+        return self._slot_count
+
+    def index_slots_with(self, slot_count: int) -> int:
+        """For how many slots the index must have room when so many more are made beside those already under way."""
+        return max(self.index_slot_count, self._slot_count + self.pending_slot_count + slot_count)
+
+    def cost_of(self, slot_bytes: int, slot_count: int) -> int:
+        """What a further slab would add, the index's growth included."""
+        index_growth = index_bytes_for(self.index_slots_with(slot_count)) - index_bytes_for(self.index_slots_with(0))
+        return slab_charge(slot_bytes, slot_count) + index_growth
+
+    def slots_that_fit(self, slot_bytes: int) -> int:
+        """Slots of a further slab of the usual size, or of what room is left."""
+        room = self.cap_bytes - self.charged_bytes
+        count = min(max(1, self.slab_bytes // slot_bytes), SLOTS_PER_SLAB_MAX, max(0, room) // slot_bytes)
+        while count > 0 and (excess := self.cost_of(slot_bytes, count) - room) > 0:
+            count -= max(1, excess // (slot_bytes + BLOCK_BYTES))
+        return max(0, count)
+
+    # Slabs
+
+    def class_of(self, slot_bytes: int) -> SizeClass:
+        return self.classes.setdefault(slot_bytes, SizeClass(slot_bytes))
+
+    def add_slab(self, number: int, fd: int, epoch: int, slot_bytes: int, slot_count: int, *, fresh: bool) -> Slab:
+        """`fresh`: its slots are free. Else they are taken, and the caller holds or frees each."""
+        assert number not in self.slabs, f"slab {number} twice"
+        slab = Slab(number, fd, epoch, self.class_of(slot_bytes), slot_count)
+        if fresh:
+            slab.size_class.fresh.append(slab)
+        else:
+            slab.taken = slab.fresh_from = slot_count
+        self.slabs[number] = slab
+        slab.size_class.slabs.append(slab)
+        self._slabs_bytes += slab.charge_bytes
+        self._slots_bytes += slot_bytes * slot_count
+        self._slot_count += slot_count
+        self.index_slot_count = max(self.index_slot_count, self._slot_count)
+        return slab
+
+    def remove_slab(self, slab: Slab) -> list[Entry]:
+        """Drops the slab with all that it holds, and returns that. Its cost is the caller's to reserve."""
+        assert slab.idle, f"slab {slab.number} has {slab.taken} slots taken and {slab.reading} readers"
+        lost = list(slab.held.values())
+        for entry in lost:
+            self.forget(entry)
+        slab.taken = 0
+        size_class = slab.size_class
+        size_class.free = deque(place for place in size_class.free if place.slab is not slab)
+        if slab in size_class.fresh:
+            size_class.fresh.remove(slab)
+        size_class.slabs.remove(slab)
+        del self.slabs[slab.number]
+        self._slabs_bytes -= slab.charge_bytes
+        self._slots_bytes -= slab.slot_bytes * slab.slot_count
+        self._slot_count -= slab.slot_count
+        if not size_class.slabs:
+            del self.classes[size_class.slot_bytes]
+        return lost
+
+    def free_slab_number(self) -> int:
+        number = 0
+        while number in self.slabs or number in self.barred_numbers:
+            number += 1
+        return number
+
+    # Slots
+
+    def take_free(self, size_class: SizeClass) -> Place | None:
+        if size_class.fresh:
+            slab = size_class.fresh[0]
+            place = Place(slab, slab.fresh_from)
+            slab.fresh_from += 1
+            if slab.fresh_from == slab.slot_count:
+                size_class.fresh.popleft()
+        elif size_class.free:
+            place = size_class.free.popleft()
+        else:
+            return None
+        place.slab.taken += 1
+        return place
+
+    def take(self, places: Iterable[Place]) -> None:
+        """Takes these free slots out of use, so that nobody writes to them while their headers are zeroed."""
+        wanted = set(places)
+        for size_class in {place.slab.size_class for place in wanted}:
+            size_class.free = deque(place for place in size_class.free if place not in wanted)
+        for place in wanted:
+            place.slab.taken += 1
+
+    def free(self, place: Place, ghosts: frozenset[ChunkId] = frozenset()) -> None:
+        """`ghosts`: the chunks whose headers may still lie there."""
+        assert place.slot not in place.slab.held, f"slot {place.slot} of slab {place.slab.number} is held"
+        place.slab.taken -= 1
+        if ghosts:
+            place.slab.ghosts[place.slot] = ghosts
+        else:
+            place.slab.ghosts.pop(place.slot, None)
+        place.slab.size_class.free.append(place)
+
+    def quarantine(self, place: Place) -> None:
+        place.slab.taken -= 1
+        place.slab.ghosts.pop(place.slot, None)
+        place.slab.quarantined.add(place.slot)
+
+    def free_ghosts(self) -> Iterator[tuple[Place, frozenset[ChunkId]]]:
+        """Free slots that may bear a header, with whose."""
+        for slab in self.slabs.values():
+            if slab.ghosts:
+                for place in slab.size_class.free:
+                    if place.slab is slab and place.slot in slab.ghosts:
+                        yield place, slab.ghosts[place.slot]
+
+    # Chunks
+
+    def hold(
+        self, chunk: ChunkId, place: Place, sequence: int, payload_bytes: int, *, proven: bool, tick: int | None = None
+    ) -> Entry:
+        """The taken slot holds the chunk from now on. `tick`: as of an earlier run; chunks then come oldest first."""
+        assert chunk not in self.entries, f"{chunk} held twice"
+        if tick is None:
+            tick = self._next_tick()
+        else:
+            self.tick = max(self.tick, tick)
+        entry = Entry(chunk, place, sequence, payload_bytes, tick, proven)
+        slab = place.slab
+        slab.taken -= 1
+        slab.held[place.slot] = entry
+        slab.ghosts.pop(place.slot, None)
+        slab.newest = max(slab.newest, tick)
+        slab.size_class.lru[chunk] = entry
+        self.entries[chunk] = entry
+        self.used_bytes += slab.slot_bytes
+        usage = self.usage.setdefault(chunk[:2], Usage())
+        usage.chunks += 1
+        usage.nbytes += slab.slot_bytes
+        return entry
+
+    def forget(self, entry: Entry) -> Place:
+        """The chunk is out of reach; its slot is `taken` until the caller frees or quarantines it."""
+        assert not entry.forgotten, f"{entry.chunk} forgotten twice"
+        entry.forgotten = True
+        slab = entry.place.slab
+        del self.entries[entry.chunk]
+        del slab.size_class.lru[entry.chunk]
+        del slab.held[entry.place.slot]
+        slab.taken += 1
+        self.used_bytes -= slab.slot_bytes
+        usage = self.usage[entry.chunk[:2]]
+        usage.chunks -= 1
+        usage.nbytes -= slab.slot_bytes
+        if usage.chunks == 0:
+            del self.usage[entry.chunk[:2]]
+        return entry.place
+
+    def touch(self, entry: Entry) -> None:
+        entry.tick = self._next_tick()
+        entry.place.slab.newest = entry.tick
+        entry.place.slab.size_class.lru.move_to_end(entry.chunk)
+
+    def _next_tick(self) -> int:
+        self.tick += 1
+        return self.tick
+
+    # What has to go
+
+    def room_for(self, size_class: SizeClass, *, may_grow: bool) -> Room:
+        """How to come by a further slot: the least harmful way that is open."""
+        if may_grow and (slot_count := self.slots_that_fit(size_class.slot_bytes)) > 0:
+            return Grow(slot_count)
+        own = next(self.evictable(size_class), None)
+        other = self.coldest_slab(other_than=size_class) if may_grow and self._could_fit(size_class) else None
+        if other is not None and (own is None or _age(other) < own.tick):
+            return Retire(other)
+        return Evict(own) if own is not None else Stuck()
+
+    def _could_fit(self, size_class: SizeClass) -> bool:
+        """Whether one slot would fit if every other class gave up its slabs."""
+        others = sum(slab.charge_bytes for slab in self.slabs.values() if slab.size_class is not size_class)
+        room = self.cap_bytes - self.charged_bytes + others
+        return self.cost_of(size_class.slot_bytes, 1) <= room
+
+    def coldest_slab(self, other_than: SizeClass | None) -> Slab | None:
+        idle = (slab for slab in self.slabs.values() if slab.size_class is not other_than and slab.idle)
+        return min(idle, key=_age, default=None)
+
+    def slab_to_shrink_by(self) -> Slab | None:
+        """While more is charged than the cap allows: the slab to give up next."""
+        return self.coldest_slab(None) if self.charged_bytes > self.cap_bytes else None
+
+    def evictable(self, size_class: SizeClass) -> Iterator[Entry]:
+        return (entry for entry in size_class.lru.values() if entry.readers == 0)
+
+    def oldest_first(self) -> Iterator[Entry]:
+        """Every chunk without a reader, over all classes. The catalog must not change meanwhile."""
+        return heapq.merge(*(self.evictable(each) for each in self.classes.values()), key=lambda entry: entry.tick)
+
+    # Check
+
+    def problems(self) -> Iterator[str]:
+        free: dict[Slab, set[int]] = {slab: set() for slab in self.slabs.values()}
+        for size_class in self.classes.values():
+            for place in size_class.free:
+                if place.slab not in free:
+                    yield f"a free slot of slab {place.slab.number}, which is gone"
+                elif place.slot in free[place.slab]:
+                    yield f"slab {place.slab.number}, slot {place.slot}: free twice"
+                else:
+                    free[place.slab].add(place.slot)
+            if list(size_class.lru.values()) != sorted(size_class.lru.values(), key=lambda entry: entry.tick):
+                yield f"chunks in slots of {size_class.slot_bytes} bytes are not in the order of their use"
+        for slab, slots in free.items():
+            fresh = slab.slot_count - slab.fresh_from
+            total = fresh + len(slots) + slab.taken + len(slab.held) + len(slab.quarantined)
+            if total != slab.slot_count:
+                yield (
+                    f"slab {slab.number}: {fresh + len(slots)} free + {slab.taken} taken + {len(slab.held)} held + "
+                    f"{len(slab.quarantined)} quarantined is {total}, not {slab.slot_count}"
+                )
+            if slots & slab.held.keys() or slots & slab.quarantined or slab.held.keys() & slab.quarantined:
+                yield f"slab {slab.number}: a slot in two states"
+            if sum(entry.readers for entry in slab.held.values()) > slab.reading:
+                yield f"slab {slab.number}: its chunks have more readers than the slab"
+        held = sum(len(slab.held) for slab in self.slabs.values())
+        if held != len(self.entries) or held != sum(usage.chunks for usage in self.usage.values()):
+            yield f"{held} chunks in slots, {len(self.entries)} to be found"
+        used = sum(entry.slot_bytes for entry in self.entries.values())
+        if used != self.used_bytes or used != sum(usage.nbytes for usage in self.usage.values()):
+            yield f"{used} bytes held, {self.used_bytes} accounted for"
+        for entry in self.entries.values():
+            if slot_bytes_for(entry.payload_bytes) != entry.slot_bytes:
+                yield f"{entry.payload_bytes} bytes in a slot of {entry.slot_bytes}"
+        if self.charged_bytes > self.cap_bytes:
+            yield f"{self.charged_bytes} bytes are charged, the cap is {self.cap_bytes}"
+
+
+def _age(slab: Slab) -> int:
+    return slab.newest if slab.held else 0

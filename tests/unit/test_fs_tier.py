@@ -1,0 +1,1065 @@
+"""The filesystem tier alone: restarts, damage, caps, failing disks, hanging disks, vanishing directories."""
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore._native import crc32c
+from kvstore.tiers import fs_paths, fs_recovery
+from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Scope, WriteOutcome
+from kvstore.tiers.conformance import Memories, chunk_id, outcome_of
+from kvstore.tiers.fs import FsTier
+from kvstore.tiers.fs_catalog import small_files_bytes_for
+from kvstore.tiers.fs_directory import DirectoryInUse, FsDirectory
+from kvstore.tiers.fs_format import BLOCK_BYTES, SlabHeader, SlotHeader, seal, slot_bytes_for, slot_offset
+from kvstore.tiers.fs_index import IndexUnusable
+from tests.fs_support import CAP_BYTES, CHUNK_BYTES, FsBench, du, fs_bench, options, until
+from tests.hanging_memory import HangingMemory
+
+Scenario = Callable[[], Awaitable[None]]
+
+
+@pytest.fixture
+def hanging() -> Iterator[HangingMemory]:
+    """Memory for one chunk."""
+    with HangingMemory(slot_bytes_for(CHUNK_BYTES) - BLOCK_BYTES) as memory:
+        yield memory
+
+
+def run(scenario: Scenario) -> None:
+    asyncio.run(scenario())  # type: ignore[arg-type]
+
+
+async def store(bench: FsBench, numbers: range, **ids: int) -> None:
+    for number in numbers:
+        assert await bench.write(chunk_id(number, **ids)) is WriteOutcome.STORED
+
+
+async def found(bench: FsBench, numbers: range) -> list[int]:
+    """Which of the chunks can be read; that each brings its own bytes is asserted."""
+    present = []
+    for number in numbers:
+        outcome, content = await bench.read(chunk_id(number))
+        bench.assert_right(chunk_id(number), outcome, content)
+        if outcome is ReadOutcome.READ:
+            present.append(number)
+    return present
+
+
+# Restarts
+
+
+def test_warm_after_a_clean_restart_by_the_index_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(20))
+        monkeypatch.setattr(fs_recovery.Recovery, "_headers", None)  # no header may be needed
+        async with fs_bench(tmp_path) as bench:
+            assert await found(bench, range(21)) == list(range(20))
+            assert bench.tier.stats().torn == bench.tier.stats().corruptions == 0
+
+    run(scenario)
+
+
+def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(10))
+            bench.tier.touch([chunk_id(3), chunk_id(0)])
+        async with fs_bench(tmp_path) as bench:
+            order = [chunk for chunk, _ in bench.tier.chunks()]
+            assert order == [chunk_id(number) for number in (1, 2, 4, 5, 6, 7, 8, 9, 3, 0)]
+
+    run(scenario)
+
+
+def spoil_index(path: Path, how: str) -> None:
+    index = path / fs_paths.INDEX
+    match how:
+        case "missing":
+            index.unlink()
+        case "empty":
+            index.write_bytes(b"")
+        case "random":
+            index.write_bytes(os.urandom(100_000))
+        case "truncated":
+            os.truncate(index, 8192)
+        case "state":
+            (path / fs_paths.STATE).write_text("{")
+        case "no-state":
+            (path / fs_paths.STATE).unlink()
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "random", "truncated", "state", "no-state"])
+def test_without_a_usable_index_everything_comes_back_from_headers(tmp_path: Path, how: str) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(20))
+        spoil_index(tmp_path, how)
+        async with fs_bench(tmp_path) as bench:
+            assert await found(bench, range(20)) == list(range(20))
+        async with fs_bench(tmp_path) as bench:  # and now by the new index
+            assert await found(bench, range(20)) == list(range(20))
+
+    run(scenario)
+
+
+def test_an_index_older_than_the_data_is_not_believed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(5))
+        shutil.copy(tmp_path / fs_paths.INDEX, tmp_path.parent / "old")
+        async with fs_bench(tmp_path) as bench:
+            await bench.remove(Scope(chunks=frozenset({chunk_id(0)})))
+            await store(bench, range(10, 20))
+        shutil.copy(tmp_path.parent / "old", tmp_path / fs_paths.INDEX)
+        async with fs_bench(tmp_path) as bench:
+            assert await found(bench, range(20)) == [1, 2, 3, 4, *range(10, 20)]
+            assert bench.tier.stats().corruptions == 0
+
+    run(scenario)
+
+
+def test_after_another_boot_without_a_clean_stop_the_headers_decide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(5))
+        state = tmp_path / fs_paths.STATE
+        state.write_text(state.read_text().replace("true", "false"))
+        monkeypatch.setattr(fs_recovery, "boot_id", lambda: "another")
+        seen: list[str] = []
+        async with fs_bench(tmp_path, step=seen.append) as bench:
+            assert await found(bench, range(5)) == list(range(5))
+        assert "headers read" in seen
+        assert "index checked" not in seen
+
+    run(scenario)
+
+
+def test_of_two_headers_of_one_chunk_the_higher_sequence_wins_and_the_other_is_zeroed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        opts = options(slab_bytes=10 * slot_bytes_for(CHUNK_BYTES))
+        async with fs_bench(tmp_path, opts) as bench:
+            await store(bench, range(3))
+            entry = bench.entry(chunk_id(1))
+            slab = entry.place.slab
+            new = bench.content(chunk_id(7))
+            padded = new.ljust(slab.slot_bytes - BLOCK_BYTES, b"\0")
+            newer = SlotHeader(
+                slab.number,
+                5,
+                slab.epoch,
+                entry.sequence + 100,
+                slab.slot_bytes,
+                chunk_id(1),
+                CHUNK_BYTES,
+                crc32c(padded),
+            )
+            file = tmp_path / fs_paths.slab(slab.number)
+        with file.open("r+b") as raw:
+            raw.seek(slot_offset(5, slab.slot_bytes))
+            raw.write(newer.encode() + padded)
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path) as bench:
+            assert await bench.read(chunk_id(1)) == (ReadOutcome.READ, new)
+            old = FsDirectory.read_block(slab_fd(bench), slot_offset(entry.place.slot, slab.slot_bytes))
+            assert old == bytes(BLOCK_BYTES)
+            await bench.write(chunk_id(8))
+            assert bench.entry(chunk_id(8)).sequence > newer.sequence
+
+    run(scenario)
+
+
+def slab_fd(bench: FsBench) -> int:
+    (slab,) = bench.tier._catalog.slabs.values()
+    return slab.fd
+
+
+def test_a_smaller_cap_shrinks_by_what_is_coldest_and_a_larger_one_keeps_everything(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(60))
+        small = 1536 << 10
+        async with fs_bench(tmp_path, options(small)) as bench:
+            present = await found(bench, range(60))
+            assert present == list(range(60))[-len(present) :]
+            assert 5 < len(present) < 60
+            assert du(tmp_path) <= small
+        async with fs_bench(tmp_path, options(2 * CAP_BYTES)) as bench:
+            assert await found(bench, range(60)) == present
+            await store(bench, range(100, 150))
+
+    run(scenario)
+
+
+def test_closing_while_headers_are_read_does_not_wait_for_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(64 << 20), chunk_bytes=4096) as bench:
+            await store(bench, range(200))
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path, options(64 << 20), chunk_bytes=4096, wait_ready=False) as bench:
+            assert not bench.tier.contains(chunk_id(0))
+            assert bench.tier.stats().warming is not None
+            assert await bench.write(chunk_id(500)) is WriteOutcome.SICK
+        async with fs_bench(tmp_path, options(64 << 20), chunk_bytes=4096) as bench:
+            assert await found(bench, range(200)) == list(range(200))
+
+    run(scenario)
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gc.collect()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            async with fs_bench(tmp_path) as bench:
+                await store(bench, range(100, 200))
+        del bench
+        gc.collect()  # a pool's eventfd goes with the pool and the last of its threads
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before, "the descriptors to be closed")
+
+    run(scenario)
+
+
+# Damage
+
+HEADER_FIELDS = {
+    "magic": 0,
+    "version": 8,
+    "key bytes": 10,
+    "payload checksum": 12,
+    "slab epoch": 16,
+    "sequence": 24,
+    "slab": 32,
+    "slot": 36,
+    "payload bytes": 40,
+    "slot bytes": 48,
+    "namespace": 56,
+    "tenant": 72,
+    "key": 88,
+    "reserved": 152,
+    "checksum": 4092,
+}
+
+
+@pytest.mark.parametrize("field", HEADER_FIELDS)
+def test_a_flipped_bit_in_a_header_is_a_miss_once(tmp_path: Path, field: str) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(3))
+            bench.flip(chunk_id(1), HEADER_FIELDS[field], bit=3)
+            assert await bench.read(chunk_id(1)) == (ReadOutcome.DAMAGED, b"")
+            assert await bench.read(chunk_id(1)) == (ReadOutcome.ABSENT, b"")
+            await until(lambda: bench.tier.stats().quarantined == 1, "the quarantine")
+            assert await found(bench, range(3)) == [0, 2]
+            assert bench.tier.stats().corruptions == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("field", HEADER_FIELDS)
+def test_a_header_with_another_value_and_a_right_checksum_is_a_miss(tmp_path: Path, field: str) -> None:
+    """A valid chunk in the wrong place is as bad as a flipped bit."""
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(3))
+            fd, offset = bench.offset(chunk_id(1))
+            block = bytearray(FsDirectory.read_block(fd, offset))
+            block[HEADER_FIELDS[field]] ^= 1
+            if field != "checksum":
+                block = bytearray(seal(bytes(block[:4092])))
+            FsDirectory.write_block(fd, offset, bytes(block))
+            assert await bench.read(chunk_id(1)) == (ReadOutcome.DAMAGED, b"")
+            assert bench.tier.stats().corruptions == 1
+
+    run(scenario)
+
+
+def test_flipped_zeroed_and_swapped_slots_after_a_restart(tmp_path: Path) -> None:
+    """20 chunks: a bit in the middle of one, the last byte of another, the first 4 KiB of a third, two swapped."""
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(20))
+            places = {number: bench.entry(chunk_id(number)).place for number in range(20)}
+            slot_bytes = places[0].slab.slot_bytes
+
+        def at(number: int) -> tuple[Path, int]:
+            slab, slot = places[number]
+            return tmp_path / fs_paths.slab(slab.number), slot_offset(slot, slot_bytes)
+
+        def spoil(number: int, within: int, content: bytes | None = None) -> None:
+            file, offset = at(number)
+            with file.open("r+b") as raw:
+                raw.seek(offset + within)
+                byte = raw.read(1)
+                raw.seek(offset + within)
+                raw.write(content if content is not None else bytes([byte[0] ^ 0x10]))
+
+        spoil(3, BLOCK_BYTES + CHUNK_BYTES // 2)
+        spoil(4, BLOCK_BYTES + CHUNK_BYTES - 1)
+        spoil(5, 0, bytes(BLOCK_BYTES))
+        slots = []
+        for number in (6, 7):
+            file, offset = at(number)
+            with file.open("rb") as raw:
+                raw.seek(offset)
+                slots.append(raw.read(slot_bytes))
+        spoil(6, 0, slots[1])
+        spoil(7, 0, slots[0])
+
+        async with fs_bench(tmp_path) as bench:
+            bad = [3, 4, 5, 6, 7]
+            assert await found(bench, range(20)) == [number for number in range(20) if number not in bad]
+            assert bench.tier.stats().corruptions == 5
+            for number in bad:
+                assert await bench.read(chunk_id(number)) == (ReadOutcome.ABSENT, b"")
+            await until(lambda: bench.tier.stats().quarantined == 5, "the quarantine")
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path) as bench:  # what was damaged is gone for good
+            assert await found(bench, range(20)) == [number for number in range(20) if number not in bad]
+            assert bench.tier.stats().corruptions == bench.tier.stats().torn == 0
+
+    run(scenario)
+
+
+def truncated(file: Path, _other: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def swapped(file: Path, other: Path) -> None:
+    spare = file.with_name("spare")
+    file.rename(spare)
+    other.rename(file)
+    spare.rename(other)
+
+
+def zeroed(file: Path, _other: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def emptied(file: Path, _other: Path) -> None:
+    file.write_bytes(b"")
+
+
+def longer(file: Path, _other: Path) -> None:
+    os.truncate(file, file.stat().st_size + 4096)
+
+
+def replaced_by_a_fifo(file: Path, _other: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def replaced_by_a_link(file: Path, _other: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def pickled(file: Path, _other: Path) -> None:
+    file.write_bytes(b"cposix\nsystem\n(S'touch marker'\ntR.")
+
+
+SLAB_DAMAGE = [truncated, swapped, zeroed, emptied, longer, replaced_by_a_fifo, replaced_by_a_link, pickled]
+
+
+@pytest.mark.parametrize("with_index", [True, False], ids=["index", "rebuild"])
+@pytest.mark.parametrize("damage", SLAB_DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_damaged_slab_file_costs_its_chunks_and_nothing_else(
+    tmp_path: Path, damage: Callable[[Path, Path], None], with_index: bool
+) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(slab_bytes=10 * slot_bytes_for(CHUNK_BYTES))) as bench:
+            await store(bench, range(40))
+            slabs = {number: bench.entry(chunk_id(number)).place.slab.number for number in range(40)}
+        damage(tmp_path / fs_paths.slab(1), tmp_path / fs_paths.slab(2))
+        if not with_index:
+            (tmp_path / fs_paths.INDEX).unlink()
+        lost = {1, 2} if damage is swapped else {1}
+        async with fs_bench(tmp_path) as bench:
+            assert await found(bench, range(40)) == [number for number in range(40) if slabs[number] not in lost]
+            assert bench.tier.stats().corruptions == 0
+            await store(bench, range(100, 140))
+        assert not (tmp_path / "marker").exists()
+
+    run(scenario)
+
+
+def test_slabs_of_another_directory_are_not_served(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        for name in ("one", "two"):
+            async with fs_bench(tmp_path / name) as bench:
+                await store(bench, range(5))
+        (tmp_path / "two" / fs_paths.INDEX).unlink()
+        for file in (tmp_path / "one").glob("slab-*"):
+            shutil.copy(file, tmp_path / "two" / file.name)
+        async with fs_bench(tmp_path / "two") as bench:
+            assert await found(bench, range(5)) == []
+
+    run(scenario)
+
+
+def test_a_slab_that_is_cut_short_or_emptied_while_it_is_used(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(20))
+            os.truncate(tmp_path / fs_paths.slab(bench.entry(chunk_id(0)).place.slab.number), 0)
+            present = await found(bench, range(20))
+            assert len(present) < 20
+            assert await found(bench, range(20)) == present
+            await store(bench, range(100, 120))
+
+    run(scenario)
+
+
+def test_offsets_beyond_4_gib(tmp_path: Path) -> None:
+    """A sparse slab of 5 GiB with chunks at its end, found by their headers."""
+
+    async def scenario() -> None:
+        opts = options(6 << 30)
+        slot_bytes = slot_bytes_for(8 << 20)
+        count = (5 << 30) // slot_bytes
+        directory = FsDirectory.open(tmp_path)
+        header = SlabHeader(0, 9, slot_bytes, count, directory.directory_id)
+        directory.close()
+        with (tmp_path / fs_paths.slab(0)).open("wb") as raw:
+            raw.truncate(header.file_bytes)
+            raw.write(header.encode())
+            content = {}
+            for slot in (0, count - 2, count - 1):
+                payload = random.Random(slot).randbytes(8 << 20)
+                content[chunk_id(slot)] = payload
+                raw.seek(slot_offset(slot, slot_bytes))
+                raw.write(
+                    SlotHeader(0, slot, 9, slot + 1, slot_bytes, chunk_id(slot), 8 << 20, crc32c(payload)).encode()
+                )
+                raw.write(payload)
+        assert slot_offset(count - 2, slot_bytes) > 4 << 30
+        async with fs_bench(tmp_path, opts, chunk_bytes=8 << 20, places=2) as bench:
+            assert bench.tier.stats().chunks == 3
+            for chunk, payload in content.items():
+                assert await bench.read(chunk) == (ReadOutcome.READ, payload)
+
+    run(scenario)
+
+
+# Removal
+
+
+def test_a_removal_survives_the_loss_of_the_index(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(10))
+            await store(bench, range(10), tenant=1)
+            removed = await bench.remove(Scope(tenant=chunk_id(0, tenant=1).tenant))
+            assert (removed.chunks, removed.failed) == (10, None)
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path) as bench:
+            assert await found(bench, range(10)) == list(range(10))
+            assert not any(bench.tier.contains(chunk_id(number, tenant=1)) for number in range(10))
+
+    run(scenario)
+
+
+def test_a_removal_covers_what_was_only_evicted(tmp_path: Path) -> None:
+    """An eviction leaves the header; a removal of its tenant must not, or a rebuild would bring the chunk back."""
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path / "fs") as bench:
+            await store(bench, range(10), tenant=1)
+            queue = bench.tier._queues[slot_bytes_for(CHUNK_BYTES)]
+            for number in range(5):
+                bench.tier._evict(bench.entry(chunk_id(number, tenant=1)), queue)
+            assert (await bench.remove(Scope(tenant=chunk_id(0, tenant=1).tenant))).chunks == 5
+            shutil.copytree(tmp_path / "fs", tmp_path / "killed")
+        (tmp_path / "killed" / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path / "killed") as bench:
+            assert list(bench.tier.chunks()) == []
+
+    run(scenario)
+
+
+def test_a_removal_covers_what_a_failing_write_was_to_overwrite(tmp_path: Path, hanging: HangingMemory) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path / "fs", options(slab_bytes=1)) as bench:  # one slot a slab
+            await store(bench, range(1), tenant=1)
+            fd, offset = bench.offset(chunk_id(0, tenant=1))
+            old_header = FsDirectory.read_block(fd, offset)
+            bench.tier._catalog.foreign_bytes = bench.tier._catalog.cap_bytes  # so its slot is taken
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            memory = Memory(hanging.address, CHUNK_BYTES)
+            write = asyncio.ensure_future(outcome_of(bench.tier.write, chunk_id(5), memory))
+            await until(lambda: bool(bench.tier._running), "the write to run")
+            removal = asyncio.ensure_future(bench.remove(Scope(tenant=chunk_id(0, tenant=1).tenant)))
+            await until(lambda: bool(bench.tier._removals) and bench.tier._removals[0].has_ghosts, "the removal")
+            returned = bench.tier._write_returned
+
+            def fail(failing: Any, _error: int) -> None:
+                FsDirectory.write_block(fd, offset, old_header)  # as if nothing had been written
+                bench.tier._write_returned = returned  # type: ignore[method-assign]
+                returned(failing, errno.EIO)
+
+            bench.tier._write_returned = fail  # type: ignore[method-assign]
+            bench.tier._catalog.foreign_bytes = 0
+            hanging.let_go()
+            assert await write is WriteOutcome.STORED
+            assert (await removal).failed is None
+            assert FsDirectory.read_block(fd, offset) != old_header
+
+    run(scenario)
+
+
+def test_removing_everything_is_one_write_a_slab(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        steps: list[str] = []
+        opts = options(slab_bytes=20 * slot_bytes_for(CHUNK_BYTES))
+        async with fs_bench(tmp_path, opts, step=steps.append) as bench:
+            await store(bench, range(40))
+            assert (await bench.remove(Scope())).chunks == 40
+            assert "slot zeroed" not in steps
+            await store(bench, range(3))
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path) as bench:
+            assert await found(bench, range(40)) == [0, 1, 2]
+
+    run(scenario)
+
+
+def test_a_removal_waits_for_a_write_that_hangs_and_undoes_it(tmp_path: Path, hanging: HangingMemory) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(3))
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            memory = Memory(hanging.address, CHUNK_BYTES)
+            write = asyncio.ensure_future(outcome_of(bench.tier.write, chunk_id(9), memory))
+            await asyncio.sleep(0)
+            removal = asyncio.ensure_future(bench.remove(Scope(namespace=chunk_id(0).namespace)))
+            await asyncio.sleep(0)
+            await store(bench, range(20, 22))  # new ones, after it, are not covered
+            assert not removal.done()
+            hanging.let_go()
+            assert await write is WriteOutcome.ABORTED
+            assert (await removal).failed is None
+            assert [chunk for chunk, _ in bench.tier.chunks()] == [chunk_id(20), chunk_id(21)]
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path) as bench:
+            assert sorted(chunk for chunk, _ in bench.tier.chunks()) == [chunk_id(20), chunk_id(21)]
+
+    run(scenario)
+
+
+def test_a_removal_covers_a_write_that_was_given_up_as_late(tmp_path: Path, hanging: HangingMemory) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path / "fs", options(io_deadline_ms=50)) as bench:
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            told: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
+            memory = Memory(hanging.address, CHUNK_BYTES)
+            bench.tier.write(chunk_id(5), memory, told.set_result, lambda: None)
+            assert await told is WriteOutcome.LATE
+            removal = asyncio.ensure_future(bench.remove(Scope(tenant=chunk_id(5).tenant)))
+            await until(lambda: bool(bench.tier._removals) and bench.tier._removals[0].has_ghosts, "the removal")
+            hanging.let_go()
+            await removal
+            shutil.copytree(tmp_path / "fs", tmp_path / "killed")
+        (tmp_path / "killed" / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path / "killed") as bench:
+            assert list(bench.tier.chunks()) == []
+
+    run(scenario)
+
+
+def test_a_read_under_way_when_its_chunk_is_removed_brings_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(3))
+            read = asyncio.ensure_future(bench.read(chunk_id(1)))
+            await asyncio.sleep(0)
+            await bench.remove(Scope(chunks=frozenset({chunk_id(1)})))
+            assert (await read)[0] is ReadOutcome.ABSENT
+            assert await found(bench, range(3)) == [0, 2]
+
+    run(scenario)
+
+
+# Hanging
+
+
+def test_a_read_past_its_deadline_is_late_but_keeps_its_memory_and_its_slot(
+    tmp_path: Path, hanging: HangingMemory
+) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(io_deadline_ms=50)) as bench:
+            await store(bench, range(3))
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            events: list[object] = []
+            bench.tier.read(
+                chunk_id(0), Memory(hanging.address, CHUNK_BYTES), events.append, lambda: events.append("released")
+            )
+            await until(lambda: bool(events), "the deadline")
+            assert events == [ReadOutcome.LATE]
+            assert bench.tier.sick is not None
+            # However full the tier gets, that slot is not given away.
+            place = bench.entry(chunk_id(0)).place
+            for number in range(100, 100 + bench.capacity_chunks):
+                await bench.write(chunk_id(number))
+            assert bench.entry(chunk_id(0)).place == place
+            hanging.let_go()
+            await until(lambda: len(events) == 2, "the release")
+            assert events == [ReadOutcome.LATE, "released"]
+            assert bench.tier.stats().late == 1
+
+    run(scenario)
+
+
+def test_a_write_past_its_deadline_is_not_stored_even_if_it_ends_well(tmp_path: Path, hanging: HangingMemory) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(io_deadline_ms=50)) as bench:
+            await store(bench, range(1))
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            events: list[object] = []
+            bench.tier.write(
+                chunk_id(5), Memory(hanging.address, CHUNK_BYTES), events.append, lambda: events.append("released")
+            )
+            await until(lambda: bool(events), "the deadline")
+            assert events == [WriteOutcome.LATE]
+            hanging.let_go()
+            await until(lambda: len(events) == 2, "the release")
+            assert not bench.tier.contains(chunk_id(5))
+
+    run(scenario)
+
+
+def test_a_stop_does_not_wait_for_ever_for_what_hangs(tmp_path: Path, hanging: HangingMemory) -> None:
+    async def scenario() -> None:
+        directory = FsDirectory.open(tmp_path)
+        memories = Memories(2, CHUNK_BYTES)
+        tier = FsTier(directory, options(), regions=[memories.region])
+        tier.start()
+        await tier.ready()
+        bench = FsBench(tier, memories, capacity_chunks=0)
+        await store(bench, range(1))
+        tier._pool.add_region(hanging.address, hanging.nbytes)
+        tier.read(chunk_id(0), Memory(hanging.address, CHUNK_BYTES), lambda _: None, lambda: None)
+        assert not await tier.close(timeout_s=0.2)
+        with pytest.raises(DirectoryInUse):
+            FsDirectory.open(tmp_path)
+        hanging.let_go()
+        assert tier._pool.close(20.0)  # until then the memory must stay
+
+    run(scenario)
+
+
+def test_queues_are_bounded_and_what_is_too_much_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(queue_max=4)) as bench:
+            writes = [bench.write(chunk_id(number), place=number) for number in range(10)]
+            outcomes = await asyncio.gather(*writes)
+            assert outcomes.count(WriteOutcome.STORED) == 4
+            assert outcomes.count(WriteOutcome.FULL) == 6
+            assert bench.tier.stats().dropped == 6
+            reads = await asyncio.gather(*(bench.read(chunk_id(number % 4), place=number) for number in range(10)))
+            assert [outcome for outcome, _ in reads].count(ReadOutcome.BUSY) == 6
+
+    run(scenario)
+
+
+# The cap
+
+
+def test_mixed_sizes_stay_under_the_cap_at_every_moment(tmp_path: Path) -> None:
+    """4 KiB to 1 MiB, 4 writers, five times the cap; `du` is taken all the while."""
+    cap = 12 << 20
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(cap), chunk_bytes=1 << 20, places=4) as bench:
+            done = asyncio.Event()
+            highest = 0
+
+            async def watch() -> None:
+                nonlocal highest
+                while not done.is_set():
+                    highest = max(highest, await asyncio.to_thread(du, tmp_path))
+
+            sizes = [4096, 20_000, 300_000, 1 << 20]
+
+            async def writer(place: int) -> None:
+                rnd = random.Random(place)
+                for number in range(60):
+                    size = sizes[place] if number % 10 else rnd.choice(sizes)
+                    memory = Memory(bench.memories.place(place).address, size)
+                    await outcome_of(bench.tier.write, chunk_id(number, tenant=place), memory)
+                    assert list(bench.tier.problems()) == []
+
+            watcher = asyncio.ensure_future(watch())
+            await asyncio.gather(*(writer(place) for place in range(4)))
+            done.set()
+            await watcher
+            stats = bench.tier.stats()
+            assert highest <= cap
+            assert stats.evictions > 0
+            assert stats.dropped == 0
+            assert stats.used_bytes + stats.overhead_bytes <= cap
+            assert highest > cap // 2
+
+    run(scenario)
+
+
+def test_files_of_others_count_towards_the_cap(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (tmp_path / "mine").write_bytes(bytes(CAP_BYTES // 2))
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(200))
+            assert bench.tier.stats().evictions > 0
+            assert du(tmp_path) <= CAP_BYTES
+            (tmp_path / "mine too").write_bytes(bytes(CAP_BYTES // 4))
+            bench.tier._ticks = -1
+            await until(lambda: list(bench.tier.problems()) == [] and du(tmp_path) <= CAP_BYTES, "room to be made")
+            await store(bench, range(200, 210))
+        assert (tmp_path / "mine").stat().st_size == CAP_BYTES // 2
+
+    run(scenario)
+
+
+def test_a_chunk_larger_than_the_tier_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(1 << 20), chunk_bytes=1 << 20, places=2) as bench:
+            assert await bench.write(chunk_id(0)) is WriteOutcome.FULL
+            assert list(tmp_path.glob("slab-*")) == []
+
+    run(scenario)
+
+
+def test_documents_and_quotas_lie_beside_the_chunks(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await bench.tier.keep_namespace('{"model":"m"}')
+            await bench.tier.keep_quotas({"ab": {"fs": 5}})
+        async with fs_bench(tmp_path) as bench:
+            assert list((await bench.tier.namespaces()).values()) == ['{"model":"m"}']
+            assert await bench.tier.quotas() == {"ab": {"fs": 5}}
+            for namespace in await bench.tier.namespaces():
+                await bench.tier.drop_namespace(namespace)
+            assert await bench.tier.namespaces() == {}
+            assert small_files_bytes_for(CAP_BYTES) > 0
+
+    run(scenario)
+
+
+# Failing disks
+
+
+@contextlib.contextmanager
+def small_tmpfs(path: Path, size: str) -> Iterator[Path]:
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    if os.getuid() != 0 or subprocess.run(mount, check=False).returncode != 0:
+        pytest.skip("cannot mount")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_filesystem_smaller_than_the_cap_evicts_and_goes_on(tmp_path: Path) -> None:
+    """8 MiB of space, 64 MiB of cap, 20 MiB of stores; then filled from outside, then freed again."""
+
+    async def scenario() -> None:
+        with small_tmpfs(tmp_path / "small", "8m") as mount:
+            opts = options(64 << 20, slab_bytes=512 << 10)
+            async with fs_bench(mount / "fs", opts, chunk_bytes=100_000) as bench:
+                for number in range(200):
+                    assert await bench.write(chunk_id(number)) is WriteOutcome.STORED
+                assert await found(bench, range(195, 200)) == list(range(195, 200))
+                with (mount / "other").open("wb") as other, contextlib.suppress(OSError):
+                    while True:
+                        other.write(bytes(1 << 16))
+                        other.flush()
+                await store(bench, range(200, 220))
+                assert await found(bench, range(215, 220)) == list(range(215, 220))
+                assert bench.tier.sick is None
+                held = bench.tier.stats().chunks
+                (mount / "other").unlink()
+                bench.tier._no_growth_until_s = 0.0
+                await store(bench, range(300, 320))
+                assert bench.tier.stats().chunks >= held
+
+    run(scenario)
+
+
+def test_a_full_filesystem_drops_stores_until_there_is_space(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with small_tmpfs(tmp_path / "small", "4m") as mount:
+            now = [100.0]
+            opts = options(64 << 20, slab_bytes=512 << 10)
+            async with fs_bench(mount / "fs", opts, chunk_bytes=100_000, clock=lambda: now[0]) as bench:
+                with (mount / "other").open("wb") as other, contextlib.suppress(OSError):
+                    while True:
+                        other.write(bytes(1 << 16))
+                        other.flush()
+                assert await bench.write(chunk_id(0)) is WriteOutcome.SICK
+                assert "No space left" in str(bench.tier.sick)
+                assert await bench.write(chunk_id(0)) is WriteOutcome.SICK
+                assert bench.tier.stats().dropped == 2
+                (mount / "other").unlink()
+                now[0] += 60
+                assert await bench.write(chunk_id(0)) is WriteOutcome.STORED
+                assert bench.tier.sick is None
+
+    run(scenario)
+
+
+@contextlib.contextmanager
+def broken_slabs(bench: FsBench, path: str, flags: int) -> Iterator[None]:
+    """Puts another file under every slab's descriptor, and takes it away again."""
+    kept = {slab.fd: os.dup(slab.fd) for slab in bench.tier._catalog.slabs.values()}
+    for fd in kept:
+        other = os.open(path, flags)
+        os.dup2(other, fd)
+        os.close(other)
+    try:
+        yield
+    finally:
+        for fd, copy in kept.items():
+            os.dup2(copy, fd)
+            os.close(copy)
+
+
+def test_a_write_that_fails_once_is_tried_in_another_slot(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(5))
+            original = bench.tier._write_returned
+            failed: list[object] = []
+
+            def fail_once(write: Any, error: int) -> None:
+                if not failed:
+                    failed.append(write.place)
+                    error = 5
+                original(write, error)
+
+            bench.tier._write_returned = fail_once  # type: ignore[method-assign]
+            assert await bench.write(chunk_id(7)) is WriteOutcome.STORED
+            assert bench.entry(chunk_id(7)).place != failed[0]
+            assert bench.tier.sick is None
+            assert bench.tier.stats().io_errors == 1
+            assert await found(bench, range(8)) == [1, 2, 3, 4, 7]  # one was evicted for it
+
+    run(scenario)
+
+
+def test_a_disk_that_takes_no_writes_makes_the_tier_sick_and_it_heals(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        now = [100.0]
+        async with fs_bench(tmp_path, clock=lambda: now[0]) as bench:
+            full = bench.capacity_chunks
+            await store(bench, range(full))
+            held = bench.tier.stats().chunks
+            with broken_slabs(bench, "/dev/full", os.O_RDWR):
+                assert await bench.write(chunk_id(full)) is WriteOutcome.SICK
+                assert "No space left" in str(bench.tier.sick)
+                assert await bench.write(chunk_id(full + 1)) is WriteOutcome.SICK
+                now[0] += 60
+                assert await bench.write(chunk_id(full + 1)) is WriteOutcome.SICK
+            # What is there is still served: each failed store cost the chunk that it took the place of and one more.
+            assert len(await found(bench, range(full))) >= held - 4
+            now[0] += 60
+            assert await bench.write(chunk_id(full)) is WriteOutcome.STORED
+            assert bench.tier.sick is None
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path) as bench:
+            assert await found(bench, range(full, full + 2)) == [full]
+
+    run(scenario)
+
+
+def test_a_disk_that_cannot_be_read_makes_reads_sick_and_they_heal(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        now = [100.0]
+        async with fs_bench(tmp_path, clock=lambda: now[0]) as bench:
+            await store(bench, range(20))
+            with broken_slabs(bench, str(tmp_path), os.O_RDONLY):  # a directory: EISDIR
+                outcomes = [(await bench.read(chunk_id(number)))[0] for number in range(8)]
+            assert outcomes == [ReadOutcome.DAMAGED] * 3 + [ReadOutcome.SICK] * 5
+            assert bench.tier.stats().corruptions == 0
+            now[0] += 60
+            assert await found(bench, range(20)) == list(range(3, 20))
+            assert bench.tier.sick is None
+
+    run(scenario)
+
+
+def test_an_index_that_fails_is_made_anew_from_what_is_known(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(10))
+            index = bench.tier._journal._index
+            assert index is not None
+
+            def fail(*_: object, **__: object) -> None:
+                raise IndexUnusable("disk full")
+
+            index.commit = fail  # type: ignore[method-assign]
+            await store(bench, range(10, 12))
+            await until(lambda: bench.tier._journal._index not in (None, index), "a new index")
+            await until(lambda: bench.tier._journal._complete, "the new index to be complete")
+            await store(bench, range(12, 14))
+        steps: list[str] = []
+        async with fs_bench(tmp_path, step=steps.append) as bench:
+            assert "headers read" not in steps
+            assert await found(bench, range(14)) == list(range(14))
+
+    run(scenario)
+
+
+# Files that vanish
+
+
+def test_an_index_whose_file_was_removed_is_made_anew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(5))
+            (tmp_path / fs_paths.INDEX).unlink()
+            (tmp_path / fs_paths.TENANT_KEY).unlink()
+            await until((tmp_path / fs_paths.INDEX).exists, "a new index")
+            await until(lambda: bench.tier._journal._complete, "the new index to be complete")
+        async with fs_bench(tmp_path) as bench:
+            assert await found(bench, range(5)) == list(range(5))
+
+    run(scenario)
+
+
+def test_slab_files_removed_under_load_are_given_up_and_their_space_with_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(60))
+            for file in tmp_path.glob("slab-*"):
+                file.unlink()
+            await until(lambda: bench.tier.stats().chunks == 0, "the chunks to be forgotten")
+            await store(bench, range(100, 110))
+            assert await found(bench, range(100, 110)) == list(range(100, 110))
+
+    run(scenario)
+
+
+def test_a_removed_directory_makes_the_tier_sick_and_a_new_one_heals_it(tmp_path: Path) -> None:
+    path = tmp_path / "fs"
+
+    async def scenario() -> None:
+        async with fs_bench(path) as bench:
+            await store(bench, range(10))
+            shutil.rmtree(path)
+            await until(lambda: bench.tier.sick is not None, "the loss to be noticed")
+            assert await bench.write(chunk_id(20)) is WriteOutcome.SICK
+            assert not path.exists()
+            path.mkdir()
+            await until(lambda: bench.tier.sick is None, "the recovery")
+            await until(lambda: bench.tier._journal._complete, "the new index to be complete")
+            await store(bench, range(20, 25))
+        async with fs_bench(path) as bench:
+            assert await found(bench, range(30)) == list(range(20, 25))
+
+    run(scenario)
+
+
+def test_an_unmounted_directory_is_waited_for_and_nothing_is_written_below(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with small_tmpfs(tmp_path / "mount", "16m") as mount:
+            async with fs_bench(mount, close_clean=False) as bench:
+                await store(bench, range(10))
+                subprocess.run(["umount", "-l", str(mount)], check=True)
+                await until(lambda: bench.tier.sick is not None, "the loss to be noticed")
+                for number in range(20, 25):
+                    assert await bench.write(chunk_id(number)) is WriteOutcome.SICK
+                assert await found(bench, range(10)) == list(range(10))
+                assert list(mount.iterdir()) == []
+            assert list(mount.iterdir()) == []
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(mount)], check=True)
+
+    run(scenario)
+
+
+# Scrub
+
+
+def test_a_scrub_finds_each_bad_slot_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(20))
+            assert await bench.tier.scrub() == []
+            order = [chunk for chunk, _ in bench.tier.chunks()]
+            for number in (3, 4):
+                bench.flip(chunk_id(number), BLOCK_BYTES + 7)
+            problems = await bench.tier.scrub()
+            assert len(problems) == 2
+            assert await bench.tier.scrub() == []
+            await until(lambda: bench.tier.stats().quarantined == 2, "the quarantine")
+            assert bench.tier.stats().corruptions == 2
+            assert [chunk for chunk, _ in bench.tier.chunks()] == [each for each in order if each[2] not in spoiled()]
+
+    def spoiled() -> set[bytes]:
+        return {chunk_id(number).key for number in (3, 4)}
+
+    run(scenario)
+
+
+def test_a_torn_slot_is_dropped_and_is_no_corruption(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(5))
+            bench.flip(chunk_id(2), BLOCK_BYTES + CHUNK_BYTES - 1)
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path) as bench:
+            assert await bench.tier.scrub() == []
+            stats = bench.tier.stats()
+            assert (stats.torn, stats.corruptions, stats.quarantined) == (1, 0, 0)
+            assert await found(bench, range(5)) == [0, 1, 3, 4]
+
+    run(scenario)
+
+
+def test_the_background_scrub_goes_round(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(5))
+        async with fs_bench(tmp_path, options(scrub_bytes_per_s=1e9)) as bench:
+            bench.flip(chunk_id(2), BLOCK_BYTES)
+            await until(lambda: not bench.tier.contains(chunk_id(2)), "the scrub to find it")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_readers_writers_damage_and_restarts_never_bring_wrong_bytes(tmp_path: Path, seed: int) -> None:
+    rnd = random.Random(seed)
+
+    async def scenario() -> None:
+        for _ in range(3):
+            async with fs_bench(tmp_path, options(2 << 20)) as bench:
+                for _ in range(150):
+                    chunk: ChunkId = chunk_id(rnd.randrange(120))
+                    match rnd.randrange(10):
+                        case 0 if bench.tier.contains(chunk):
+                            bench.flip(chunk, rnd.randrange(slot_bytes_for(CHUNK_BYTES)), rnd.randrange(8))
+                        case 1:
+                            await bench.remove(Scope(chunks=frozenset({chunk})))
+                        case 2 | 3 | 4 | 5:
+                            await bench.write(chunk)
+                        case _:
+                            bench.assert_right(chunk, *await bench.read(chunk))
+            if rnd.random() < 0.5:
+                (tmp_path / fs_paths.INDEX).unlink()
+
+    run(scenario)

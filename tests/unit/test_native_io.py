@@ -1,0 +1,208 @@
+"""The I/O pool: what lands where, in what order, and who owns the memory when."""
+
+import errno
+import os
+import select
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore._native import IO_HEAD_BYTES, IoDone, IoPool, crc32c
+from kvstore.tiers.conformance import Memories
+from tests.hanging_memory import HangingMemory
+
+WAIT_S = 20.0
+
+
+class Pool:
+    def __init__(self, n_read_threads: int = 2, n_write_threads: int = 2) -> None:
+        self.memories = Memories(8, 8192)
+        self.pool = IoPool(n_read_threads, n_write_threads)
+        self.pool.add_region(*self.memories.region)
+
+    def next(self, count: int = 1) -> list[IoDone]:
+        """At least so many reports, in order."""
+        reports: list[IoDone] = []
+        while len(reports) < count:
+            assert select.select([self.pool.event_fd], [], [], WAIT_S)[0], "no report"
+            reports += self.pool.poll()
+        return reports
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    assert pool.pool.close(WAIT_S)
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def hanging() -> Iterator[HangingMemory]:
+    with HangingMemory(8192) as memory:
+        yield memory
+
+
+def test_head_and_payload_lie_side_by_side_with_their_checksums(pool: Pool, fd: int) -> None:
+    payload = os.urandom(8192)
+    memory = pool.memories.fill(0, payload)
+    head = b"h" * IO_HEAD_BYTES
+    pool.pool.write(7, fd, 4096, *memory, head=head, payload_checksum_at=12, head_checksum_at=4092)
+    (done,) = pool.next()
+    assert (done.request, done.error, done.late) == (7, 0, False)
+
+    raw = os.pread(fd, 3 * 4096, 4096)
+    assert raw[IO_HEAD_BYTES:] == payload
+    assert int.from_bytes(raw[12:16], "little") == done.checksum == crc32c(payload)
+    assert int.from_bytes(raw[4092:4096], "little") == crc32c(raw[:4092])
+    assert raw[:12] == head[:12]
+
+    pool.memories.fill(1, bytes(8192))
+    pool.pool.read(8, fd, 4096, *pool.memories.place(1), with_head=True)
+    (done,) = pool.next()
+    assert (done.request, done.error, done.checksum, done.head) == (8, 0, crc32c(payload), raw[:IO_HEAD_BYTES])
+    assert pool.memories.content(1) == payload
+
+
+def test_a_head_alone_can_be_read_and_written(pool: Pool, fd: int) -> None:
+    pool.pool.write(1, fd, 0, 0, 0, head=b"x" * IO_HEAD_BYTES)
+    pool.next()
+    pool.pool.read(2, fd, 0, 0, 0, with_head=True)
+    assert pool.next()[0].head == b"x" * IO_HEAD_BYTES
+
+
+def test_offsets_beyond_4_gib(pool: Pool, fd: int) -> None:
+    payload = os.urandom(8192)
+    offset = (5 << 30) + 4096
+    pool.pool.write(1, fd, offset, *pool.memories.fill(0, payload), head=bytes(IO_HEAD_BYTES))
+    pool.next()
+    assert os.pread(fd, 8192, offset + IO_HEAD_BYTES) == payload
+    assert os.fstat(fd).st_size == offset + IO_HEAD_BYTES + 8192
+
+
+def test_a_file_that_ends_too_soon_is_an_error(pool: Pool, fd: int) -> None:
+    os.ftruncate(fd, 5000)
+    pool.pool.read(1, fd, 0, *pool.memories.place(0), with_head=True)
+    assert pool.next()[0].error == errno.ENODATA
+
+
+def test_errors_of_the_system_are_reported(pool: Pool, tmp_path: Path) -> None:
+    readable = os.open(tmp_path / "file", os.O_RDONLY | os.O_CREAT)
+    pool.pool.write(1, readable, 0, *pool.memories.place(0))
+    assert pool.next()[0].error == errno.EBADF
+    os.close(readable)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((0, 8192), {}),  # memory of nobody
+        ((None, 8 * 8192 + 1), {}),  # ends behind the region
+        ((None, 2**64 - 1), {}),
+        ((None, 0), {}),  # nothing to do
+        ((None, 8192), {"head": b"short"}),
+        ((None, 8192), {"payload_checksum_at": 0}),
+        ((None, 8192), {"head": bytes(IO_HEAD_BYTES), "head_checksum_at": 4093}),
+    ],
+)
+def test_what_cannot_be_right_is_refused(
+    pool: Pool, fd: int, arguments: tuple[int | None, int], options: dict[str, object]
+) -> None:
+    address, nbytes = arguments
+    with pytest.raises(ValueError, match=r"."):
+        pool.pool.write(1, fd, 0, pool.memories.address if address is None else address, nbytes, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"."):
+        pool.pool.read(1, fd, 2**63 - 1, *pool.memories.place(0))
+    assert pool.pool.poll() == []
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+def test_a_request_that_hangs_is_reported_late_and_again_when_it_returns(
+    pool: Pool, fd: int, hanging: HangingMemory, way: str
+) -> None:
+    pool.pool.add_region(hanging.address, hanging.nbytes)
+    os.ftruncate(fd, 1 << 20)
+    getattr(pool.pool, way)(1, fd, 0, hanging.address, hanging.nbytes, deadline_ms=20)
+    (late,) = pool.next()
+    assert (late.request, late.error, late.late) == (1, errno.ETIMEDOUT, True)
+    # Others go on.
+    pool.pool.read(2, fd, 0, *pool.memories.place(0), deadline_ms=60_000)
+    assert [(done.request, done.error) for done in pool.next()] == [(2, 0)]
+    hanging.let_go()
+    (done,) = pool.next()
+    assert (done.request, done.error, done.late) == (1, 0, False)
+
+
+def test_a_request_that_waits_past_its_deadline_is_cancelled_and_its_memory_free(
+    fd: int, hanging: HangingMemory
+) -> None:
+    pool = Pool(1, 1)
+    pool.pool.add_region(hanging.address, hanging.nbytes)
+    os.ftruncate(fd, 1 << 20)
+    pool.pool.read(1, fd, 0, hanging.address, hanging.nbytes)
+    pool.pool.read(2, fd, 0, *pool.memories.place(0), deadline_ms=20)
+    (done,) = pool.next()
+    assert (done.request, done.error, done.late) == (2, errno.ETIMEDOUT, False)
+    assert not pool.pool.close(0.0)  # the first one still runs
+    hanging.let_go()
+    assert pool.next()[0].request == 1
+    assert pool.pool.close(WAIT_S)
+
+
+def test_a_write_waits_for_reads_but_not_for_ever(fd: int, hanging: HangingMemory) -> None:
+    pool = Pool(1, 1)
+    pool.pool.add_region(hanging.address, hanging.nbytes)
+    os.ftruncate(fd, 1 << 20)
+    pool.pool.read(1, fd, 0, hanging.address, hanging.nbytes)
+    pool.pool.read(2, fd, 0, *pool.memories.place(0))  # keeps waiting behind the first
+    pool.pool.write(3, fd, 0, *pool.memories.place(1))
+    assert [done.request for done in pool.next()] == [3]
+    hanging.let_go()
+    pool.next(2)
+    assert pool.pool.close(WAIT_S)
+
+
+def test_reads_go_first(fd: int) -> None:
+    """Reads keep their order; a write that came before the last of them need not come before it."""
+    pool = Pool(1, 1)
+    os.ftruncate(fd, 1 << 20)
+    for number in range(10):
+        pool.pool.read(number, fd, 0, *pool.memories.place(number))
+    pool.pool.write(10, fd, 0, *pool.memories.place(0))
+    order = [done.request for done in pool.next(11)]
+    assert [request for request in order if request != 10] == list(range(10))
+    assert pool.pool.close(WAIT_S)
+
+
+def test_after_close_what_waited_is_cancelled_and_nothing_more_is_taken(fd: int) -> None:
+    pool = Pool(1, 1)
+    for number in range(50):
+        pool.pool.write(number, fd, number * 8192, *pool.memories.place(number))
+    assert pool.pool.close(WAIT_S)
+    reports = pool.pool.poll()
+    assert sorted(done.request for done in reports) == list(range(50))
+    assert {done.error for done in reports} <= {0, errno.ECANCELED}
+    with pytest.raises(RuntimeError):
+        pool.pool.read(1, fd, 0, *pool.memories.place(0))
+
+
+def test_many_threads_may_submit(pool: Pool, fd: int) -> None:
+    def submit(first: int) -> None:
+        for number in range(first, first + 100):
+            pool.pool.write(number, fd, number * 8192, *pool.memories.place(number))
+
+    threads = [threading.Thread(target=submit, args=(first,)) for first in range(0, 400, 100)]
+    for thread in threads:
+        thread.start()
+    reports = pool.next(400)
+    for thread in threads:
+        thread.join()
+    assert sorted(done.request for done in reports) == list(range(400))
