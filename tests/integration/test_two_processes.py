@@ -385,3 +385,28 @@ def test_a_scheduler_learns_of_its_workers_without_asking(daemon: Daemon) -> Non
             assert len(steps.wait_grants(3, WAIT_S)) == 3
         assert not states.get(timeout=WAIT_S).complete
         first.close()
+
+
+def test_a_scheduler_whose_workers_came_before_its_stream_learns_of_them_all_the_same(daemon: Daemon) -> None:
+    """After a daemon's restart both halves of an engine attach at once, in any order."""
+    states: queue.Queue[GroupState] = queue.Queue()
+    engine = {"hash_seed": "0", "group": "engine"}
+    worker = Attachment(role=Role.WORKER, namespace={"model": "m"}, chunk_bytes=8192, range_bytes=8192, **engine)
+    with Session.attach(daemon.endpoint, Attachment(role=Role.SCHEDULER, **engine)) as scheduler:
+        assert not scheduler.group_state.complete
+        with Session.attach(daemon.endpoint, worker):
+            Steps(scheduler, on_group=states.put)
+            assert states.get(timeout=WAIT_S).complete
+
+
+def test_a_scheduler_whose_stream_was_broken_meanwhile_learns_of_its_workers(daemon: Daemon) -> None:
+    states: queue.Queue[GroupState] = queue.Queue()
+    engine = {"hash_seed": "0", "group": "engine"}
+    worker = Attachment(role=Role.WORKER, namespace={"model": "m"}, chunk_bytes=8192, range_bytes=8192, **engine)
+    with Session.attach(daemon.endpoint, Attachment(role=Role.SCHEDULER, **engine)) as scheduler:
+        steps = Steps(scheduler, on_group=states.put)
+        steps.settle(WAIT_S)
+        steps._call.cancel()  # type: ignore[union-attr]
+        with Session.attach(daemon.endpoint, worker):
+            while not states.get(timeout=WAIT_S).complete:
+                pass
