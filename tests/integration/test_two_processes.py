@@ -4,9 +4,11 @@ import os
 import queue
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from kvstore._native import fill, slot_offset
 from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
 from kvstore.errors import SeedMismatch, Unavailable
+from kvstore.rpc.handover import Hello
 from kvstore.session import Attachment, GroupState, Role, Session
 from kvstore.steps import Steps
 from kvstore.testing import Daemon, running_daemon
@@ -410,3 +413,34 @@ def test_a_scheduler_whose_stream_was_broken_meanwhile_learns_of_its_workers(dae
         with Session.attach(daemon.endpoint, worker):
             while not states.get(timeout=WAIT_S).complete:
                 pass
+
+
+def test_attaching_to_a_daemon_that_says_little_ends_in_time(runtime_dir: Path) -> None:
+    """The time-out is for all of it, not for each of its waits."""
+    runtime_dir.mkdir()
+    timeout_s = 2.0
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as arena,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as grpc_socket,
+    ):
+        arena.bind(os.fspath(runtime_dir / "arena.sock"))
+        grpc_socket.bind(os.fspath(runtime_dir / "kvstore.sock"))
+        arena.listen()
+        grpc_socket.listen()  # and never answers
+
+        def say_hello_late() -> None:
+            connection, _ = arena.accept()
+            threading.Event().wait(0.75 * timeout_s)
+            connection.send(Hello(bytes(32)).encode())
+            connections.append(connection)
+
+        connections: list[socket.socket] = []
+        daemon = threading.Thread(target=say_hello_late)
+        daemon.start()
+        attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
+        started_s = time.monotonic()
+        with pytest.raises(Unavailable):
+            Session.attach(f"unix://{runtime_dir}/kvstore.sock", attachment, timeout_s=timeout_s)
+        assert time.monotonic() - started_s < 1.6 * timeout_s
+        daemon.join()
+        connections[0].close()
