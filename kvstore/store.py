@@ -80,6 +80,8 @@ class Session:
     connected: bool = True
     # Set by the open step stream: called when the group's state changed and nobody asked.
     on_group: Callable[[], None] | None = None
+    # The group's state in the answer to Attach; None once a stream has ended, for what it carried may be lost.
+    told: store_pb2.GroupState | None = None
     # Numbers are per group, and a group has one sender at a time: its client or its scheduler.
     last_number: int = 0
     replies: OrderedDict[int, store_pb2.StepReply] = field(default_factory=OrderedDict)
