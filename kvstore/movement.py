@@ -18,14 +18,14 @@ run at once, and all together take at most half of what is free or could be evic
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from kvstore import limits
 from kvstore._native import CPU, FS, MISS, PENDING, STORED, class_bytes, slot_offset
-from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, WriteOutcome
+from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Removed, Scope, WriteOutcome
 from kvstore.tiers.cpu import CpuTier
 from kvstore.tiers.fs import FsTier
 
@@ -68,6 +68,7 @@ class Movement:
         self._writing = 0
         self._writing_bytes = 0
         self._dropped = 0
+        self.removals = 0  # chunks, because an operator asked
         self._warm = False  # until then the fs tier refuses stores, and they wait here
         self._promotions: dict[ChunkId, _Promotion] = {}
         self._promoting_bytes = 0
@@ -205,6 +206,49 @@ class Movement:
         else:
             self._index.abort(OWN_GROUP, [ref])
         self._show(chunk)
+
+    # -- removal -------------------------------------------------------------------------------------------------
+
+    def covers(self, namespace: bytes | None, tenant: bytes | None) -> bool:
+        """Whether the fs tier holds any chunk of this namespace and tenant (None: any)."""
+        return any(
+            namespace in (None, its_namespace) and tenant in (None, its_tenant)
+            for its_namespace, its_tenant in self.fs.usage()
+        )
+
+    def remove(
+        self,
+        scope: Scope,
+        done: Callable[[Removed], None],
+        *,
+        bytes_wanted: int | None = None,
+        dry_run: bool = False,
+    ) -> None:
+        """Forget for good what the scope covers in the fs tier, or wait there to be written; with `bytes_wanted` only
+        the least recently used of it until so much is free. `done` when it lasts, or at once when `dry_run`."""
+        if bytes_wanted is not None:
+            scope = Scope(chunks=frozenset(self._oldest(scope, bytes_wanted)))
+        elif not dry_run:
+            self._waiting = deque(demotion for demotion in self._waiting if not scope.covers(demotion.chunk))
+            self._write_next()
+        if dry_run:
+            sizes = [slot_bytes for chunk, slot_bytes in self.fs.chunks() if scope.covers(chunk)]
+            done(Removed(len(sizes), sum(sizes)))
+            return
+
+        def counted(removed: Removed) -> None:
+            self.removals += removed.chunks
+            done(removed)
+
+        self.fs.remove(scope, counted)
+
+    def _oldest(self, scope: Scope, bytes_wanted: int) -> Iterator[ChunkId]:
+        for chunk, slot_bytes in self.fs.chunks():
+            if bytes_wanted <= 0:
+                return
+            if scope.covers(chunk):
+                bytes_wanted -= slot_bytes
+                yield chunk
 
     # -- what the table shows ------------------------------------------------------------------------------------
 

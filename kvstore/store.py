@@ -19,8 +19,10 @@ Invariants, each kept after every call:
 * The first probe of each (engine family, hash algorithm) stays for the daemon's life; a group that sent another value
   is refused for its own life.
 * A reference of another instance is never looked at.
+* What an operator has removed does not come back: a commit of a slot granted before the removal ends as an abort.
 """
 
+import itertools
 import json
 import secrets
 from collections import OrderedDict
@@ -29,20 +31,21 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from kvstore import limits
-from kvstore._native import NOT_GRANTED, STORED, Index, class_bytes
+from kvstore._native import STORED, Index, Removal, class_bytes
 from kvstore.errors import (
     BadKey,
     LimitExceeded,
     NamespaceMismatch,
+    NotFound,
     ProtocolError,
     SeedMismatch,
     Unavailable,
 )
 from kvstore.movement import OWN_GROUP, Movement
-from kvstore.namespace import canonical_json, differing_fields, digest, seed_fingerprint
+from kvstore.namespace import NAMESPACE_ID_BYTES, canonical_json, differing_fields, digest, seed_fingerprint
 from kvstore.rpc.v1 import admin_pb2, store_pb2
 from kvstore.tenant import TENANT_ID_BYTES, tenant_id
-from kvstore.tiers.base import ChunkId
+from kvstore.tiers.base import ChunkId, Removed, Scope
 from kvstore.tiers.cpu import CpuTier
 
 TOKEN_BYTES = 32
@@ -50,6 +53,7 @@ SEED_FIELD = "seed_fingerprint"
 CHUNK_BYTES_FIELD = "chunk_bytes"
 EPOCH_FIELD = "epoch"
 CLIENT_GROUP_PREFIX = "client-"  # of the names that the daemon gives; nobody can join such a group
+TIER = "cpu"
 GRANTED_SHARE_OF_ARENA = 4  # all groups together: a quarter
 
 _REJECTED_TIER_FULL = store_pb2.OUTCOME_REJECTED_TIER_FULL
@@ -78,6 +82,8 @@ class Session:
     connected: bool = True
     # Set by the open step stream: called when the group's state changed and nobody asked.
     on_group: Callable[[], None] | None = None
+    # The group's state in the answer to Attach; None once a stream has ended, for what it carried may be lost.
+    told: store_pb2.GroupState | None = None
     # Numbers are per group, and a group has one sender at a time: its client or its scheduler.
     last_number: int = 0
     replies: OrderedDict[int, store_pb2.StepReply] = field(default_factory=OrderedDict)
@@ -292,7 +298,7 @@ class Store:
         if request.fresh_namespace:
             self._move_to_fresh_namespace(group)
         reply = store_pb2.StepReply(number=request.number)
-        reply.outcomes.extend(cast("list[store_pb2.Outcome]", self._commit(group, request.commits)))
+        reply.outcomes.extend(cast("list[store_pb2.Outcome]", self._commit(group, request.commits, now_ms)))
         self._abort(group, [(at.slot, at.generation) for at in request.aborts])
         self._release(group, request.releases)
         if request.leases and not group.refused:
@@ -300,7 +306,7 @@ class Store:
             self._index.lease(group.number, refs, now_ms + limits.LEASE_MS)
         if not group.refused:
             for chain in request.touches:
-                self._index.touch(group.namespace, chain.tenant, list(chain.keys))
+                self._index.touch(group.namespace, chain.tenant, list(chain.keys), now_ms)
                 if self._movement is not None:
                     self._movement.touched(group.namespace, chain.tenant, chain.keys)
         if self._movement is not None and group.complete() and not group.refused:
@@ -343,7 +349,7 @@ class Store:
     def stats(self, now_ms: int) -> admin_pb2.StatsReply:
         index = self._index.stats()
         cpu = admin_pb2.TierStats(
-            name="cpu",
+            name=TIER,
             capacity_bytes=self._tier.arena_bytes,
             used_bytes=index["used_bytes"],
             granted_bytes=index["granted_bytes"],
@@ -353,6 +359,7 @@ class Store:
             hits=self._hits,
             misses=self._misses,
             evictions=index["evictions"],
+            removals=index["removals"],
             corruptions=0,  # only a tier with checksums can see one
             ready_bytes=self._tier.ready_bytes,
         )
@@ -391,6 +398,7 @@ class Store:
             hits=self._fs_hits,
             misses=self._misses,
             evictions=fs.evictions,
+            removals=movement.removals,
             corruptions=fs.corruptions,
             ready_bytes=fs.capacity_bytes if fs.warming is None else 0,
             sick=fs.sick or "",
@@ -416,6 +424,188 @@ class Store:
             if not group.sessions <= group.processes:
                 problems.append(f"group {group.name} has a session of a process that has ended")
         return problems
+
+    # -- what operators ask --------------------------------------------------------------------------------------
+    # Every `next` of these iterators is one slice of work, a millisecond at the most; the loop turns in between.
+
+    def namespaces(self) -> Iterator[admin_pb2.NamespacesPage]:
+        """The documents kept, oldest first."""
+        page, nbytes = admin_pb2.NamespacesPage(), 0
+        for namespace, document in list(self._namespaces.items()):
+            if len(page.namespaces) == limits.ROWS_PER_PAGE or nbytes > limits.DOCUMENT_BYTES_PER_PAGE:
+                yield page
+                page, nbytes = admin_pb2.NamespacesPage(), 0
+            page.namespaces.add(namespace_id=namespace, document=document)
+            nbytes += len(document)
+        yield page
+
+    def usage(self, what: admin_pb2.Selection) -> Iterator[admin_pb2.UsagePage]:
+        """By namespace and tenant. NotFound."""
+        namespace, tenant = self._named(what)
+        self._require_known(namespace, tenant)
+        if (movement := self._lower(what)) is not None:
+            page = admin_pb2.UsagePage()
+            for (its_namespace, its_tenant), (chunks, nbytes) in movement.fs.usage().items():
+                if namespace not in (None, its_namespace) or tenant not in (None, its_tenant):
+                    continue
+                page.usage.add(
+                    namespace_id=its_namespace,
+                    tenant_id=its_tenant,
+                    unsalted=its_tenant == self._unsalted,
+                    tier=movement.fs.name,
+                    chunks=chunks,
+                    bytes=nbytes,
+                )
+                if len(page.usage) == limits.ROWS_PER_PAGE:
+                    yield page
+                    page = admin_pb2.UsagePage()
+            yield page
+        if what.tier not in ("", TIER):
+            return
+        after: tuple[bytes, bytes] | None = None
+        while rows := self._index.usage(after, limit=limits.ROWS_PER_PAGE):
+            page = admin_pb2.UsagePage()
+            for its_namespace, its_tenant, chunks, nbytes in rows:
+                if namespace in (None, its_namespace) and tenant in (None, its_tenant):
+                    page.usage.add(
+                        namespace_id=its_namespace,
+                        tenant_id=its_tenant,
+                        unsalted=its_tenant == self._unsalted,
+                        tier=TIER,
+                        chunks=chunks,
+                        bytes=nbytes,
+                    )
+            yield page
+            after = rows[-1][:2]
+
+    def chunks(self, what: admin_pb2.Selection, limit: int, now_ms: int) -> Iterator[admin_pb2.ChunksPage]:
+        """At most `limit`, in no order. NotFound."""
+        namespace, tenant = self._named(what)
+        self._require_known(namespace, tenant)
+        if (movement := self._lower(what)) is not None:
+            for page in self._lower_chunks(movement, namespace, tenant, limit):
+                limit -= len(page.chunks)
+                yield page
+        start: int | None = 0 if what.tier in ("", TIER) else None
+        while start is not None and limit > 0:
+            rows, start = self._index.chunks(
+                start,
+                namespace=namespace,
+                tenant=tenant,
+                steps=limits.LISTING_STEPS_PER_SLICE,
+                limit=min(limit, limits.ROWS_PER_PAGE),
+            )
+            limit -= len(rows)
+            page = admin_pb2.ChunksPage()
+            for its_namespace, its_tenant, key, nbytes, used_ms, leased in rows:
+                page.chunks.add(
+                    namespace_id=its_namespace,
+                    tenant_id=its_tenant,
+                    key=key,
+                    tier=TIER,
+                    bytes=nbytes,
+                    idle_s=max(0, now_ms - used_ms) / 1000,
+                    leased=leased,
+                )
+            yield page
+
+    def _lower_chunks(
+        self, movement: Movement, namespace: bytes | None, tenant: bytes | None, limit: int
+    ) -> Iterator[admin_pb2.ChunksPage]:
+        """A list of the tier's chunks is made at once, for no call of the tier may come between."""
+        scope = Scope(namespace, tenant)
+        found = ((chunk, nbytes) for chunk, nbytes in movement.fs.chunks() if scope.covers(chunk))
+        listed = list(itertools.islice(found, limit))
+        for first in range(0, len(listed), limits.ROWS_PER_PAGE):
+            page = admin_pb2.ChunksPage()
+            for chunk, nbytes in listed[first : first + limits.ROWS_PER_PAGE]:
+                page.chunks.add(
+                    namespace_id=chunk.namespace,
+                    tenant_id=chunk.tenant,
+                    key=chunk.key,
+                    tier=movement.fs.name,
+                    bytes=nbytes,
+                )
+            yield page
+
+    def begin_removal(self, request: admin_pb2.RemoveRequest, now_ms: int) -> Removal | None:
+        """From the cpu tier: `go_on` does it. None: it is not meant. NotFound, ProtocolError: nothing is removed then,
+        in any tier. When it is done `remove_lower` does the rest."""
+        namespace, tenant = self._named(request.what)
+        older, nbytes = request.HasField("older_than_ms"), request.HasField("bytes")
+        if nbytes and request.bytes == 0:
+            raise ProtocolError("a removal of 0 bytes")
+        if older and self._lower(request.what) is not None:
+            raise ProtocolError(
+                "the fs tier knows the order in which its chunks were used, but no times; name --tier cpu with "
+                "--older-than, or say how much is to go with --bytes"
+            )
+        if request.what.tier not in ("", TIER):
+            self._require_known(namespace, tenant)
+            return None
+        removal = self._index.begin_removal(
+            namespace=namespace,
+            tenant=tenant,
+            used_before_ms=max(0, now_ms - request.older_than_ms) if older else None,
+            nbytes=request.bytes if nbytes else None,
+            dry_run=request.dry_run,
+        )
+        # Only now: the first chunk of a tenant that is unknown so far may be on its way.
+        self._require_known(namespace, tenant)
+        return removal
+
+    def go_on(self, removal: Removal) -> bool:
+        """One slice; True when it is done."""
+        return self._index.remove(removal, limits.REMOVAL_STEPS_PER_SLICE)
+
+    def remove_lower(self, request: admin_pb2.RemoveRequest, done: Callable[[Removed], None]) -> bool:
+        """From the fs tier: `done` is called when it will last. False: that tier is not meant, or not there."""
+        movement = self._lower(request.what)
+        if movement is None:
+            return False
+        namespace, tenant = self._named(request.what)
+        movement.remove(
+            Scope(namespace, tenant),
+            done,
+            bytes_wanted=request.bytes if request.HasField("bytes") else None,
+            dry_run=request.dry_run,
+        )
+        return True
+
+    def _lower(self, what: admin_pb2.Selection) -> Movement | None:
+        """What keeps the fs tier, if the selection means it."""
+        if self._movement is None or what.tier not in ("", self._movement.fs.name):
+            return None
+        return self._movement
+
+    def _named(self, what: admin_pb2.Selection) -> tuple[bytes | None, bytes | None]:
+        """Namespace and tenant, None for any. NotFound (the tier), ProtocolError."""
+        tiers = [TIER] if self._movement is None else [TIER, self._movement.fs.name]
+        if what.tier not in ("", *tiers):
+            raise NotFound(f"this daemon has no tier {what.tier!r}; it has {', '.join(tiers)}")
+        if what.namespace_id and len(what.namespace_id) != NAMESPACE_ID_BYTES:
+            raise ProtocolError(f"a namespace's id has {NAMESPACE_ID_BYTES} bytes, not {len(what.namespace_id)}")
+        tenant: bytes | None = None
+        match what.WhichOneof("tenant"):
+            case "salt" if what.salt == "":
+                raise ProtocolError("a salt is never empty; chunks without one have a tenant id of their own")
+            case "salt":
+                tenant = tenant_id(self.tenant_key, what.salt)
+            case "tenant_id" if len(what.tenant_id) != TENANT_ID_BYTES:
+                raise ProtocolError(f"a tenant's id has {TENANT_ID_BYTES} bytes, not {len(what.tenant_id)}")
+            case "tenant_id":
+                tenant = what.tenant_id
+        return what.namespace_id or None, tenant
+
+    def _require_known(self, namespace: bytes | None, tenant: bytes | None) -> None:
+        movement = self._movement
+        below = movement is not None and namespace is not None and movement.covers(namespace, None)
+        known = below or namespace in self._namespaces or self._index.holds(namespace=namespace)
+        if namespace is not None and not known:
+            raise NotFound(f"no namespace {namespace.hex()} here; `kvstore ls namespaces` shows those that are")
+        below = movement is not None and tenant is not None and movement.covers(None, tenant)
+        if tenant is not None and not below and not self._index.holds(tenant=tenant):
+            raise NotFound(f"tenant {tenant.hex()} has no chunk here; `kvstore ls tenants` shows those that have")
 
     # -- attach rules --------------------------------------------------------------------------------------------
 
@@ -588,7 +778,7 @@ class Store:
             return grants, store_pb2.OUTCOME_UNSPECIFIED
         return grants, _REJECTED_TIER_FULL if len(grants) < count else store_pb2.OUTCOME_NOT_GRANTED
 
-    def _commit(self, group: Group, commits: Sequence[store_pb2.Commit]) -> list[int]:
+    def _commit(self, group: Group, commits: Sequence[store_pb2.Commit], now_ms: int) -> list[int]:
         outcomes: list[int] = [store_pb2.OUTCOME_NOT_GRANTED] * len(commits)
         passed: list[int] = []
         aborted: list[tuple[int, int]] = []
@@ -613,10 +803,10 @@ class Store:
                     (commit.at.slot, commit.at.generation, commit.tenant, commit.key, commit.parent)
                     for commit in (commits[position] for position in passed)
                 ],
+                now_ms,
             )
             for position, code in zip(passed, codes, strict=True):
-                assert code != NOT_GRANTED, f"slot {commits[position].at.slot} is granted here and not in the index"
-                outcomes[position] = code  # the numbers of wire and index agree
+                outcomes[position] = code  # the numbers of wire and index agree; not granted: removed meanwhile
                 if code == STORED:
                     self._stores += 1
                     self._write_through(group, commits[position])

@@ -27,6 +27,7 @@ def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
     )
     tiers = Table("tier", "capacity", "ready", "used", "granted", "pinned", "overhead", "chunks", "hits", "misses")
     tiers.add_column("evictions")
+    tiers.add_column("removals")
     tiers.add_column("corruptions")
     tiers.add_column("dropped")
     tiers.add_column("sick")
@@ -35,7 +36,9 @@ def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
             tier.capacity_bytes, tier.ready_bytes, tier.used_bytes, tier.granted_bytes, tier.pinned_bytes,
             tier.overhead_bytes,
         )  # fmt: skip
-        counts = (tier.chunks, tier.hits, tier.misses, tier.evictions, tier.corruptions, tier.dropped_stores)
+        counts = (
+            tier.chunks, tier.hits, tier.misses, tier.evictions, tier.removals, tier.corruptions, tier.dropped_stores,
+        )  # fmt: skip
         tiers.add_row(tier.name, *map(decimal, sizes), *map(str, counts), tier.sick or "no")
     console.print(tiers)
     sessions = Table("role", "group", "pid", "uid", "rank", "namespace")

@@ -13,7 +13,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvstore import admin
 from kvstore.client import Loaded, Lookup, Miss, Present, StoreClient, Stored
+from kvstore.errors import ProtocolError
 from kvstore.testing import Daemon, running_daemon, start_daemon
 from tests.integration.conftest import (
     CHUNK_BYTES,
@@ -49,8 +51,12 @@ def wait_for_disk(daemon: Daemon, chunks: int) -> None:
 
 
 def wait_for_lookup(client: StoreClient, keys: Sequence[bytes], where: Lookup) -> None:
+    wait_for_lookup_of(client, "salt", keys, where)
+
+
+def wait_for_lookup_of(client: StoreClient, salt: str, keys: Sequence[bytes], where: Lookup) -> None:
     """The table is told of what a restart found in slices."""
-    eventually(lambda: set(client.lookup("salt", keys)) == {where}, f"{where} for every key")
+    eventually(lambda: set(client.lookup(salt, keys)) == {where}, f"{where} for every key")
 
 
 def settle(client: StoreClient) -> None:
@@ -168,6 +174,33 @@ def test_a_flipped_bit_on_disk_is_a_miss_counted_and_removed(fs_dir: Path) -> No
         assert (tier["corruptions"], tier["chunks"]) == (1, 1)
         assert client.put("salt", {key(1): payload(1)}) == {key(1): Stored()}
         wait_for_disk(daemon, 2)
+
+
+def test_what_an_operator_removed_is_in_no_tier_and_does_not_come_back(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+        client.put("other", {key(1): payload(1)})
+        wait_for_disk(daemon, 101)
+        would = admin.remove(daemon.endpoint, admin.selection(salt="salt"), dry_run=True)
+        removed = admin.remove(daemon.endpoint, admin.selection(salt="salt"))
+        assert would == removed
+        by_tier = removed["by_tier"]
+        assert {name: tier["evicted_chunks"] for name, tier in by_tier.items()} == {"cpu": 100, "fs": 100}  # type: ignore[attr-defined]
+        assert set(client.lookup("salt", KEYS)) == {Lookup.MISS}
+        assert [row["tier"] for row in admin.chunks(daemon.endpoint, admin.selection())] == ["fs", "cpu"]
+        assert (fs_tier(daemon)["removals"], fs_tier(daemon)["chunks"]) == (100, 1)
+        admin.remove(daemon.endpoint, admin.selection(tier="cpu"))
+        assert client.lookup("other", [key(1)]) == [Lookup.FS]
+        with pytest.raises(ProtocolError, match="no times"):
+            admin.remove(daemon.endpoint, admin.selection(), older_than_ms=1)
+        daemon.kill()
+    (fs_dir / "index.mdb").unlink(missing_ok=True)  # not even when all headers are read
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        wait_for_lookup_of(client, "other", [key(1)], Lookup.FS)
+        assert set(client.lookup("salt", KEYS)) == {Lookup.MISS}
+        assert client.get("other", [key(1)]) == [payload(1)]
+        removed = admin.remove(daemon.endpoint, admin.selection(tier="fs"), nbytes=1)
+        assert removed["evicted_chunks"] == 1
 
 
 def test_a_second_daemon_on_the_same_directory_exits_3(fs_dir: Path, runtime_dir: Path) -> None:
