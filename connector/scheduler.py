@@ -316,8 +316,8 @@ class SchedulerHalf(OffloadingManager):
             elif key not in chunks and self._geometry.names_parents:
                 break
         prefetch, now = record.prefetch, self._clock()
-        if not below or attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
-            return ()  # nobody would read them
+        if not below or attached.session.table.heartbeat_age_ms() > HEARTBEAT_HUNG_MS:
+            return ()  # nobody would read them; a daemon that is only held up has as long as the request may wait
         if prefetch is None or prefetch.attached is not attached:
             prefetch = record.prefetch = Prefetch(attached, now + self._rules.prefetch_wait_s)
         if prefetch.over:

@@ -126,9 +126,21 @@ def test_a_daemon_that_begins_nothing_is_not_waited_for():
 def test_a_daemon_that_stands_still_is_not_asked():
     engine, _ = engine_of()
     cold(engine)
-    engine.daemon.heartbeat_age_ms = 151.0
+    engine.daemon.heartbeat_age_ms = 1001.0
     engine.serve("warm", PROMPT)
     assert (engine.daemon.fs_hits, engine.link.current.steps.promotes) == (0, 0)
+
+
+def test_a_daemon_that_is_held_up_for_a_moment_is_waited_for():
+    engine, _ = engine_of()
+    cold(engine)
+    engine.daemon.heartbeat_age_ms = 400.0
+    engine.add("warm", PROMPT)
+    steps(engine, 2)
+    engine.daemon.heartbeat_age_ms = 1.0
+    engine.daemon.land()
+    engine.run()
+    assert engine.daemon.fs_hits == 5
 
 
 def test_two_requests_for_the_same_chunks_both_load_them():

@@ -93,13 +93,18 @@ def serving_engine(
     *,
     connector: tuple[str, str] = ("KVStoreConnector", "connector"),
     environment: Mapping[str, str] | None = None,
+    extra: Mapping[str, object] | None = None,
 ) -> Engine:
-    """Statistics on, as in `vllm serve`; the log is in `folder`."""
+    """Statistics on, as in `vllm serve`; the log is in `folder`. `extra`: further keys of the connector's."""
     name, module_path = connector
     return Engine(
         model,
         folder / "engine.log",
-        transfer={**store.transfer_config(), "kv_connector": name, "kv_connector_module_path": module_path},
+        transfer={
+            **store.transfer_config(**(extra or {})),
+            "kv_connector": name,
+            "kv_connector_module_path": module_path,
+        },
         hash_seed=HASH_SEED,
         arguments={**ARGUMENTS, "disable_log_stats": False},
         environment=environment or {},

@@ -6,6 +6,8 @@ from connector.testing import Engine, random_prompt
 from kvstore.testing import running_daemon
 from tests.vllm.support import CPU_BYTES, FULL_CHUNKS, HASH_SEED, PROMPT_TOKENS, Store, loaded_chunks, serving_engine
 
+PATIENT = {"prefetch_policy": "wait_complete"}  # how long a busy machine takes is not the question here
+
 
 def test_after_everything_was_stopped_the_prompt_is_served_from_disk(
     model: Path, oracle: Engine, tmp_path: Path
@@ -18,7 +20,7 @@ def test_after_everything_was_stopped_the_prompt_is_served_from_disk(
             cold = store.generate_and_commit(engine, prompt)
     with running_daemon(cpu_bytes=CPU_BYTES, hash_seed=HASH_SEED, arguments=flags) as daemon:
         store = Store(daemon)
-        with serving_engine(model, store, tmp_path) as engine:
+        with serving_engine(model, store, tmp_path, extra=PATIENT) as engine:
             warm = engine.generate(prompt)
             store.wait_for_fs_hits(FULL_CHUNKS)
             assert loaded_chunks(engine) == FULL_CHUNKS
