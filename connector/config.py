@@ -13,6 +13,7 @@ _KEYS = (
     "blocks_per_chunk",
     "offload_prompt_only",
     "require_cache_salt",
+    "tp_lcm_size",
     "self_describing_kv_events",
     "canonical_layout",
 )
@@ -24,6 +25,7 @@ class ConnectorConfig:
     endpoint: str  # "unix:///run/kvstore/kvstore.sock"
     offload_prompt_only: bool  # True: what a request generates is not stored, so the next turn recomputes the answer
     require_cache_salt: bool  # requests without a salt are neither stored nor loaded
+    tp_lcm_size: int | None  # of the tensor parallel sizes that share chunks; None: the engine's own size
     self_describing_kv_events: bool  # vLLM's own
 
     @classmethod
@@ -38,9 +40,10 @@ class ConnectorConfig:
                     )
             elif key not in _KEYS:
                 raise ValueError(f"kv_connector_extra_config: unknown key {key!r}{_suggestion(key)}")
-        # vLLM reads these two itself, but its own messages name neither the key nor the value.
+        # vLLM reads the first two itself, but its own messages name neither the key nor the value.
         for key in ("block_size", "blocks_per_chunk"):
             _positive(raw, key)
+        tp_lcm_size = _positive(raw, "tp_lcm_size")
         if raw.get("block_size") is not None and raw.get("blocks_per_chunk") is not None:
             raise ValueError(
                 f"kv_connector_extra_config: block_size={raw['block_size']!r} (tokens) and "
@@ -55,6 +58,7 @@ class ConnectorConfig:
             endpoint=_endpoint(raw),
             offload_prompt_only=_boolean(raw, "offload_prompt_only", False),
             require_cache_salt=_boolean(raw, "require_cache_salt", False),
+            tp_lcm_size=tp_lcm_size,
             self_describing_kv_events=_boolean(raw, "self_describing_kv_events", False),
         )
 
@@ -94,7 +98,10 @@ def _boolean(raw: Mapping[str, object], key: str, default: bool) -> bool:
     return value
 
 
-def _positive(raw: Mapping[str, object], key: str) -> None:
+def _positive(raw: Mapping[str, object], key: str) -> int | None:
     value = raw.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"kv_connector_extra_config: {key}={value!r} must be a whole number above 0")
+    return value
