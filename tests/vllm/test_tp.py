@@ -8,8 +8,6 @@ import pytest
 from connector.testing import Engine, random_prompt, small_model
 from tests.vllm.support import ARGUMENTS, FULL_CHUNKS, HASH_SEED, MODELS, PROMPT_TOKENS, Store
 
-pytestmark = pytest.mark.timeout(900)  # of the first test, which starts two engines
-
 HEADS = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 8}
 # Sums are taken in another order on two ranks, so longer outputs may part.
 TOKENS_ALIKE = 8
