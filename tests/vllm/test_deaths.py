@@ -28,8 +28,8 @@ from tests.vllm.support import (
 
 WAIT_S = 60.0
 STOPPED_S = 10.0
-SMALL_CPU_BYTES = "6MiB"  # some 30 chunks
-WORKING_SET = 8  # prompts, of 8 chunks each
+SMALL_CPU_BYTES = "8MiB"  # some 40 chunks
+WORKING_SET = 12  # prompts, of 8 chunks each
 
 
 class Node:
