@@ -28,6 +28,7 @@ ARENA_BYTES_MIN = 64 << 10
 BYTES_MAX = (1 << 63) - 1  # what the kernel can express
 METRICS_LISTEN_DEFAULT = "127.0.0.1:9765"
 
+_DURATIONS_MS = {"ms": 1, "": 1_000, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate(("k", "M", "G", "T"), start=1)
@@ -105,6 +106,14 @@ def parse_bytes(value: object) -> int:
     if nbytes > BYTES_MAX:
         raise ValueError(f"{value!r} is more than any memory has")
     return int(nbytes)
+
+
+def parse_duration_ms(value: str) -> int:
+    """`90s`, `15m`, `1h`, `2d`, `500ms`; a plain number is seconds. ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value)
+    if match is None or match[2] not in _DURATIONS_MS:
+        raise ValueError(f"{value!r} is not a time; write for example 90s, 15m, 1h or 2d")
+    return int(Decimal(match[1]) * _DURATIONS_MS[match[2]])
 
 
 def default_runtime_dir(environment: Mapping[str, str] | None = None) -> Path:

@@ -23,6 +23,11 @@ GRANTS_IDLE_S = 1.0  # unused grants go back after that long without a store
 GRANTS_PER_GROUP_MIN = 64
 GRANTS_PER_GROUP_SHARE = 16  # of the arena; docs/decisions/001
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un
+REMOVAL_STEPS_PER_SLICE = 256  # of the index, a microsecond or less each; the event loop turns between slices
+LISTING_STEPS_PER_SLICE = 4_096  # places of the index looked at
+ROWS_PER_PAGE = 128  # of an operator's list
+DOCUMENT_BYTES_PER_PAGE = 1 << 20
+PROBLEMS_SHOWN_MAX = 1_000
 TOKEN_METADATA_KEY = "kvstore-token"
 
 assert HEARTBEAT_STALE_MS >= 3 * HEARTBEAT_INTERVAL_MS
