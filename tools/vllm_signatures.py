@@ -28,8 +28,10 @@ class Used:
     """What one file of the connector does with what it imports from vLLM."""
 
     imported: dict[str, str]  # local name -> dotted name
+    read: set[str]  # attributes of imported classes and modules, dotted
     called: list[tuple[str, ast.Call]]  # dotted name, the call
     bases: dict[str, list[str]]  # our class -> dotted names
+    called_on_super: list[tuple[str, str, ast.Call]]  # our class, method, the call
 
 
 def uses(tree: ast.Module) -> Used:
@@ -46,15 +48,25 @@ def uses(tree: ast.Module) -> Used:
             return f"{owner}.{expression.attr}" if owner else None
         return None
 
-    called, bases = [], {}
+    read, called, bases, called_on_super = set(), [], {}, []
     for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (name := dotted(node)) is not None:
+            read.add(name)
         if isinstance(node, ast.Call) and (name := dotted(node.func)) is not None:
             called.append((name, node))
         if isinstance(node, ast.ClassDef):
             ours = [name for base in node.bases if (name := dotted(base)) is not None]
             if ours:
                 bases[node.name] = ours
-    return Used(imported, called, bases)
+                called_on_super += [(node.name, call.func.attr, call) for call in _calls_on_super(node)]
+    return Used(imported, read, called, bases, called_on_super)
+
+
+def _calls_on_super(tree: ast.ClassDef) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="super")))):
+                yield node
 
 
 def connector_uses() -> list[Used]:
@@ -99,7 +111,8 @@ class Sources:
                 case ast.AnnAssign(target=ast.Name(id=target)) if target == name:
                     return module, node
                 case ast.ImportFrom():
-                    imports += [f"{node.module}.{a.name}" for a in node.names if (a.asname or a.name) == name]
+                    origin = self._origin(module, node)
+                    imports += [f"{origin}.{a.name}" for a in node.names if (a.asname or a.name) == name]
         for origin in imports:
             found = self.find(origin)
             if found is not None:
@@ -107,6 +120,15 @@ class Sources:
         if module == "vllm" or "__getattr__" in {getattr(node, "name", "") for node in tree.body}:
             return self._find_lazy(tree, name)
         return None
+
+    def _origin(self, module: str, node: ast.ImportFrom) -> str:
+        """Of `from .x import y` in `module`: the absolute name."""
+        if not node.level:
+            return node.module or ""
+        is_package = f"{module.replace('.', '/')}/__init__.py" in self._files
+        parts = module.split(".")
+        kept = parts[: len(parts) - node.level + is_package]
+        return ".".join([*kept, *([node.module] if node.module else [])])
 
     def _find_lazy(self, tree: ast.Module, name: str) -> tuple[str, ast.stmt] | None:
         """A package that imports on first use has a table: name -> "module:name"."""
@@ -191,10 +213,22 @@ class Reader:
                             fields[name] = name + ("" if value is None else "=")
         return ", ".join(fields.values())
 
+    def _has(self, dotted: str, attribute: str) -> bool:
+        for _, node in self.resolution(dotted):
+            for member in node.body:
+                match member:
+                    case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                        if name == attribute:
+                            return True
+        return False
+
     def describe(self, dotted: str, *, called: bool, subclassed: bool) -> dict[str, object] | None:
         found = self._sources.find(dotted)
         if found is None:
-            return {"kind": "module"} if self._sources.module(dotted) is not None else None
+            if self._sources.module(dotted) is not None:
+                return {"kind": "module"}
+            owner, _, attribute = dotted.rpartition(".")
+            return {"kind": "attribute"} if self._has(owner, attribute) else None
         match found[1]:
             case ast.ClassDef():
                 entry: dict[str, object] = {"kind": "class"}
@@ -210,15 +244,15 @@ class Reader:
 
 def signatures(wheel: Path) -> dict[str, Any]:
     sources = Sources(wheel)
-    imported, called, subclassed = set(), set(), set()
+    named, called, subclassed = set(), set(), set()
     for used in connector_uses():
-        imported |= set(used.imported.values())
+        named |= set(used.imported.values()) | used.read
         called |= {name for name, _ in used.called}
         subclassed |= {base for bases in used.bases.values() for base in bases}
     reader = Reader(sources)
     objects = {
         name: entry
-        for name in sorted(imported | called | subclassed)
+        for name in sorted(named | called | subclassed)
         if (entry := reader.describe(name, called=name in called, subclassed=name in subclassed)) is not None
     }
     return {"version": sources.version(), "objects": objects}
