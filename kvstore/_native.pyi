@@ -156,6 +156,19 @@ class Copier:
 
     def close(self) -> None: ...
 
+class Removal:
+    """One removal under way, and what it has removed so far (with `dry_run`: would have)."""
+
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def nbytes(self) -> int:
+        """Of the chunks' slots."""
+
+    @property
+    def skipped_pinned(self) -> int:
+        """Chunks that are meant, but leased."""
+
 class Index:
     """The daemon's index: the only writer of the table. One thread calls it (the event loop); no I/O, no clock.
 
@@ -199,8 +212,12 @@ class Index:
         group: int,
         namespace: bytes,
         commits: Sequence[tuple[int, int, bytes, bytes, bytes]],
+        now_ms: int = 0,
     ) -> list[int]:
-        """(slot, generation, tenant, key, parent key or b"") -> one code each. Not STORED: the slot is free again."""
+        """(slot, generation, tenant, key, parent key or b"") -> one code each. Not STORED: the slot is free again.
+
+        NOT_GRANTED also for a slot that was granted before a removal that covers the chunk.
+        """
 
     def abort(self, group: int, refs: Sequence[tuple[int, int]]) -> int:
         """How many of the (slot, generation) were granted to the group; others are ignored (repeated, foreign)."""
@@ -208,7 +225,7 @@ class Index:
     def lease(self, group: int, refs: Sequence[tuple[int, int]], deadline_ms: int) -> list[bool]: ...
     def release(self, group: int, refs: Sequence[tuple[int, int]]) -> list[bool]: ...
     def expire_leases(self, now_ms: int) -> int: ...
-    def touch(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]) -> None:
+    def touch(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes], now_ms: int = 0) -> None:
         """Head first; the tail is touched first, so that a parent is never older than its child."""
 
     def lookup(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]) -> bytes:
@@ -218,9 +235,49 @@ class Index:
     def end_group(self, group: int) -> None:
         """Every process of the group has ended: its grants are free again and its leases are gone."""
 
+    def begin_removal(
+        self,
+        *,
+        namespace: bytes | None = None,
+        tenant: bytes | None = None,
+        used_before_ms: int | None = None,
+        nbytes: int | None = None,
+        dry_run: bool = False,
+    ) -> Removal:
+        """Of every chunk of the namespace and tenant (None: any) whose last use was before `used_before_ms`; with
+        `nbytes` the least recently used of them (first those whose parent has gone) until so many bytes are free.
+
+        Without `used_before_ms` and `nbytes` a write begun before this call can not become visible: its commit is
+        NOT_GRANTED. ValueError: 0 bytes.
+        """
+
+    def remove(self, removal: Removal, steps: int) -> bool:
+        """Go on with it; True when it is done. A step takes about a microsecond."""
+
+    def holds(self, *, namespace: bytes | None = None, tenant: bytes | None = None) -> bool:
+        """Whether there is any chunk of this namespace and tenant (None: any)."""
+
+    def usage(self, after: tuple[bytes, bytes] | None = None, *, limit: int) -> list[tuple[bytes, bytes, int, int]]:
+        """(namespace, tenant, chunks, bytes of their slots) in the order of the first two, from `after` on."""
+
+    def chunks(
+        self,
+        start: int,
+        *,
+        namespace: bytes | None = None,
+        tenant: bytes | None = None,
+        steps: int,
+        limit: int,
+    ) -> tuple[list[tuple[bytes, bytes, bytes, int, int, bool]], int | None]:
+        """(namespace, tenant, key, bytes of its slot, last use in ms, leased), and where to go on; None: nowhere.
+
+        Begin at 0. Looks at `steps` places and returns at most `limit` chunks.
+        """
+
     def stats(self) -> dict[str, int]:
-        """used_bytes granted_bytes pinned_bytes chunks grants leases evictions entries entries_max tenants
-        poison_commits digest_collisions. `entries_max` counts every place of the table; an insert can fail before."""
+        """used_bytes granted_bytes pinned_bytes chunks grants leases evictions removals entries entries_max scopes
+        tenants poison_commits digest_collisions. `entries_max` counts every place of the table; an insert can fail
+        before. `scopes`: pairs of namespace and tenant."""
 
     def problems(self) -> list[str]:
         """Every invariant that does not hold, a sentence each."""

@@ -1,28 +1,157 @@
 """What an operator's programs ask of a running daemon, and the JSON they print.
 
-Every call attaches for itself, as the operator, and hangs up after the answer.
+Every call attaches for itself, as the operator, and hangs up after the answer. Ids are hex where a person reads or
+writes them, bytes on the wire.
+
+All calls raise Unavailable, NotAllowed, ConfigurationError (the endpoint); those that take a selection also NotFound.
 """
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
 
 import grpc
 
+from kvstore.errors import ConfigurationError, NotFound
 from kvstore.rpc.status import error_of
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc
 from kvstore.session import Attachment, Role, Session
 
 TIMEOUT_S = 5.0
+LONG_TIMEOUT_S = 600.0  # for answers that grow with what the daemon holds; one that hangs does not even attach
+ID_BYTES = 16
+ALL_TIERS = "all"
 
 
 def stats(endpoint: str, *, timeout_s: float = TIMEOUT_S) -> admin_pb2.StatsReply:
-    """Unavailable, NotAllowed, ConfigurationError (the endpoint)."""
-    with Session.attach(endpoint, Attachment(role=Role.ADMIN), timeout_s=timeout_s) as session:
-        stub = admin_pb2_grpc.AdminStub(session.channel)
-        try:
-            reply: admin_pb2.StatsReply = stub.Stats(
-                admin_pb2.StatsRequest(), metadata=session.metadata, timeout=timeout_s
-            )
-        except grpc.RpcError as error:
-            raise error_of(error) from None
+    with _attached(endpoint, timeout_s) as (stub, metadata):
+        reply: admin_pb2.StatsReply = stub.Stats(admin_pb2.StatsRequest(), metadata=metadata, timeout=timeout_s)
     return reply
+
+
+def selection(
+    *,
+    namespace: str | None = None,
+    salt: str | None = None,
+    tenant_id: str | None = None,
+    tier: str | None = None,
+) -> admin_pb2.Selection:
+    """What an operator named. ConfigurationError for what can not be said, NotFound for what can not be an id."""
+    if salt is not None and tenant_id is not None:
+        raise ConfigurationError("--tenant and --tenant-id both name the tenant; give one of them")
+    if salt == "":
+        raise ConfigurationError(
+            "--tenant is empty, which no salt is; `kvstore ls tenants` shows the unsalted tenant's id"
+        )
+    what = admin_pb2.Selection(tier="" if tier in (None, ALL_TIERS) else tier)
+    if namespace is not None:
+        what.namespace_id = _id("namespace", "namespaces", namespace)
+    if salt is not None:
+        what.salt = salt
+    if tenant_id is not None:
+        what.tenant_id = _id("tenant", "tenants", tenant_id)
+    return what
+
+
+def namespaces(endpoint: str, what: admin_pb2.Selection) -> list[dict[str, object]]:
+    """One row for each, those with a document and no chunks too, unless a tenant or tier is named."""
+    with _attached(endpoint) as (stub, metadata):
+        request = admin_pb2.UsageRequest(what=what)
+        usage = [row for page in stub.Usage(request, metadata=metadata, timeout=LONG_TIMEOUT_S) for row in page.usage]
+        pages = stub.Namespaces(admin_pb2.NamespacesRequest(), metadata=metadata, timeout=LONG_TIMEOUT_S)
+        documents = {row.namespace_id: json.loads(row.document) for page in pages for row in page.namespaces}
+    found = {row.namespace_id: None for row in usage}
+    if not what.WhichOneof("tenant") and not what.tier:
+        found |= dict.fromkeys(documents)
+    if what.namespace_id:
+        found = {namespace: None for namespace in found if namespace == what.namespace_id}
+    return [
+        {"namespace_id": namespace.hex(), "document": documents.get(namespace)}
+        | _sums(row for row in usage if row.namespace_id == namespace)
+        | {"tenants": len({row.tenant_id for row in usage if row.namespace_id == namespace})}
+        for namespace in sorted(found)
+    ]
+
+
+def tenants(endpoint: str, what: admin_pb2.Selection) -> list[dict[str, object]]:
+    """One row for each tenant with a chunk, the largest first."""
+    rows: dict[bytes, list[admin_pb2.TenantUsage]] = {}
+    with _attached(endpoint) as (stub, metadata):
+        request = admin_pb2.UsageRequest(what=what)
+        for page in stub.Usage(request, metadata=metadata, timeout=LONG_TIMEOUT_S):
+            for row in page.usage:
+                rows.setdefault(row.tenant_id, []).append(row)
+    largest = sorted(rows, key=lambda tenant: (-sum(row.bytes for row in rows[tenant]), tenant))
+    return [
+        {"tenant_id": tenant.hex(), "unsalted": rows[tenant][0].unsalted}
+        | _sums(rows[tenant])
+        | {"namespaces": len({row.namespace_id for row in rows[tenant]})}
+        for tenant in largest
+    ]
+
+
+def sessions(endpoint: str, what: admin_pb2.Selection) -> list[dict[str, object]]:
+    """Connected processes. ConfigurationError: a session has neither tenant nor tier."""
+    if what.WhichOneof("tenant") or what.tier:
+        raise ConfigurationError("a session is of no tenant and no tier; only --namespace selects sessions")
+    return [
+        _session_json(session)
+        for session in stats(endpoint).sessions
+        if what.namespace_id in (b"", session.namespace_id)
+    ]
+
+
+def chunks(endpoint: str, what: admin_pb2.Selection, limit: int) -> list[dict[str, object]]:
+    """At most `limit`, in no order."""
+    with _attached(endpoint) as (stub, metadata):
+        pages = stub.Chunks(admin_pb2.ChunksRequest(what=what, limit=limit), metadata=metadata, timeout=LONG_TIMEOUT_S)
+        return [
+            {
+                "namespace_id": row.namespace_id.hex(),
+                "tenant_id": row.tenant_id.hex(),
+                "key": row.key.hex(),
+                "tier": row.tier,
+                "bytes": row.bytes,
+                "idle_s": row.idle_s,
+                "pinned": row.leased,
+            }
+            for page in pages
+            for row in page.chunks
+        ]
+
+
+def remove(
+    endpoint: str,
+    what: admin_pb2.Selection,
+    *,
+    older_than_ms: int | None = None,
+    nbytes: int | None = None,
+    dry_run: bool = False,
+) -> dict[str, object]:
+    """Remove what is selected and not leased; what went, in all and by tier."""
+    request = admin_pb2.RemoveRequest(what=what, older_than_ms=older_than_ms, bytes=nbytes, dry_run=dry_run)
+    with _attached(endpoint) as (stub, metadata):
+        reply = stub.Remove(request, metadata=metadata, timeout=LONG_TIMEOUT_S)
+    by_tier = {
+        tier.tier: {
+            "evicted_chunks": tier.chunks,
+            "evicted_bytes": tier.bytes,
+            "skipped_pinned": tier.skipped_pinned,
+        }
+        for tier in reply.by_tier
+    }
+    totals = {
+        name: sum(tier[name] for tier in by_tier.values())
+        for name in ("evicted_chunks", "evicted_bytes", "skipped_pinned")
+    }
+    return {**totals, "by_tier": by_tier}
+
+
+def check(endpoint: str) -> list[str]:
+    """Every invariant that does not hold, a sentence each. The daemon does nothing else meanwhile."""
+    with _attached(endpoint) as (stub, metadata):
+        reply = stub.Check(admin_pb2.CheckRequest(), metadata=metadata, timeout=LONG_TIMEOUT_S)
+        return list(reply.problems)
 
 
 def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
@@ -43,21 +172,12 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
                 "hits": tier.hits,
                 "misses": tier.misses,
                 "evictions": tier.evictions,
+                "removals": tier.removals,
                 "corruptions": tier.corruptions,
             }
             for tier in reply.tiers
         ],
-        "sessions": [
-            {
-                "role": session.role,
-                "group": session.group,
-                "pid": session.pid,
-                "uid": session.uid,
-                "rank": session.rank,
-                "namespace_id": session.namespace_id.hex(),
-            }
-            for session in reply.sessions
-        ],
+        "sessions": [_session_json(session) for session in reply.sessions],
         "namespaces": reply.namespaces,
         "tenants": reply.tenants,
         "stores": reply.stores,
@@ -65,3 +185,46 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
         "poison_commits": reply.poison_commits,
         "problems": list(reply.problems),
     }
+
+
+def _session_json(session: admin_pb2.SessionStats) -> dict[str, object]:
+    return {
+        "role": session.role,
+        "group": session.group,
+        "pid": session.pid,
+        "uid": session.uid,
+        "rank": session.rank,
+        "namespace_id": session.namespace_id.hex(),
+    }
+
+
+@contextlib.contextmanager
+def _attached(
+    endpoint: str, timeout_s: float = TIMEOUT_S
+) -> Iterator[tuple[admin_pb2_grpc.AdminStub, tuple[tuple[str, str], ...]]]:
+    """Stub and metadata of one session; what a call inside fails with becomes the daemon's exception."""
+    with Session.attach(endpoint, Attachment(role=Role.ADMIN), timeout_s=timeout_s) as session:
+        try:
+            yield admin_pb2_grpc.AdminStub(session.channel), session.metadata
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+
+def _id(what: str, listed_by: str, text: str) -> bytes:
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        found = b""
+    if len(found) != ID_BYTES:
+        raise NotFound(f"no {what} {text!r}: an id is {2 * ID_BYTES} hex digits; `kvstore ls {listed_by}` shows them")
+    return found
+
+
+def _sums(usage: Iterable[admin_pb2.TenantUsage]) -> dict[str, object]:
+    by_tier: dict[str, dict[str, int]] = {}
+    for row in usage:
+        tier = by_tier.setdefault(row.tier, {"chunks": 0, "bytes": 0})
+        tier["chunks"] += row.chunks
+        tier["bytes"] += row.bytes
+    total = {name: sum(tier[name] for tier in by_tier.values()) for name in ("chunks", "bytes")}
+    return {**total, "by_tier": by_tier}

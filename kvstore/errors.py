@@ -4,7 +4,7 @@
   x the caller recomputes and tries later:  Unavailable > NotAllowed
   x the operator makes two settings equal:  IdentityMismatch > SeedMismatch, NamespaceMismatch
   x the operator corrects one setting:      ConfigurationError
-  x the caller's request is at fault:       SaltRequired, LimitExceeded, WrongSize, BadKey
+  x the caller's request is at fault:       SaltRequired, LimitExceeded, WrongSize, BadKey, NotFound
   x the caller's program is at fault:       ProtocolError
 """
 
@@ -51,6 +51,10 @@ class WrongSize(KVStoreError):
 
 class BadKey(KVStoreError):
     """A key that is not `bytes` of 16 to 64 bytes."""
+
+
+class NotFound(KVStoreError):
+    """An operator named a namespace, tenant or tier that this daemon does not have."""
 
 
 class ProtocolError(KVStoreError):

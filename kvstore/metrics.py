@@ -24,6 +24,7 @@ _TIER_COUNTERS = {
     "hits": "Chunks loaded from this tier.",
     "misses": "Chunks looked for and in no tier; the same number in every tier.",
     "evictions": "Chunks dropped by policy.",
+    "removals": "Chunks removed because an operator asked.",
     "corruptions": "Chunks removed because their bytes were not theirs.",
 }
 

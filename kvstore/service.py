@@ -12,21 +12,22 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import NoReturn, TypeVar, cast
 
 import grpc
 
 from kvstore.attach import ArenaSocket
 from kvstore.errors import KVStoreError, NotAllowed, ProtocolError, Unavailable
-from kvstore.limits import TOKEN_METADATA_KEY
+from kvstore.limits import PROBLEMS_SHOWN_MAX, TOKEN_METADATA_KEY
 from kvstore.rpc.status import ERROR_METADATA_KEY, STATUS_OF
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
-from kvstore.store import Session, Store
+from kvstore.store import TIER, Session, Store
 
 _OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
 
 _Reply = TypeVar("_Reply")
+_Page = TypeVar("_Page", admin_pb2.NamespacesPage, admin_pb2.UsagePage, admin_pb2.ChunksPage)
 _log = logging.getLogger(__name__)
 
 
@@ -76,11 +77,14 @@ class Sessions(store_pb2_grpc.SessionsServicer):  # type: ignore[misc]
         session = await _answer(context, lambda: _caller(self._store, context))
         if (earlier := self._streams.get(session)) is not None:
             earlier.cancel()
+            session.told = None
         task = asyncio.current_task()
         assert task is not None
         self._streams[session] = task
         changed = asyncio.Event()
         session.on_group = changed.set
+        if session.told != self._store.group_state(session.group):
+            changed.set()  # it changed while nobody could be told
         writing = asyncio.Lock()
         pushing = asyncio.create_task(self._push_group(session, context, changed, writing))
         try:
@@ -90,6 +94,7 @@ class Sessions(store_pb2_grpc.SessionsServicer):  # type: ignore[misc]
                     await context.write(reply)
         finally:
             pushing.cancel()
+            session.told = None
             if self._streams.get(session) is task:
                 del self._streams[session]
                 session.on_group = None
@@ -101,9 +106,10 @@ class Sessions(store_pb2_grpc.SessionsServicer):  # type: ignore[misc]
         if session.group is not None:
             role = store_pb2.Role.Name(request.role)
             _log.info("pid %d of uid %d attached as %s of %s", session.pid, session.uid, role, session.group.name)
+        session.told = self._store.group_state(session.group)
         return store_pb2.AttachReply(
             instance_id=self._store.instance_id,
-            group=self._store.group_state(session.group),
+            group=session.told,
             require_cache_salt=self._store.require_cache_salt,
         )
 
@@ -134,16 +140,55 @@ class Chunks(store_pb2_grpc.ChunksServicer):  # type: ignore[misc]
 
 
 class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
+    """Long answers are made in slices, each a millisecond at the most (`Check` apart); other calls run in between."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def Stats(self, _: admin_pb2.StatsRequest, context: grpc.aio.ServicerContext) -> admin_pb2.StatsReply:
-        return await _answer(context, lambda: self._stats(_caller(self._store, context)))
+        await self._require_operator(context)
+        return await _answer(context, lambda: self._store.stats(clock_ms()))
 
-    def _stats(self, session: Session) -> admin_pb2.StatsReply:
-        _require_attached(session)
-        _require_operator(session)
-        return self._store.stats(clock_ms())
+    async def Namespaces(self, _: admin_pb2.NamespacesRequest, context: grpc.aio.ServicerContext) -> None:
+        await self._require_operator(context)
+        await _write_pages(context, self._store.namespaces())
+
+    async def Usage(self, request: admin_pb2.UsageRequest, context: grpc.aio.ServicerContext) -> None:
+        await self._require_operator(context)
+        await _write_pages(context, self._store.usage(request.what))
+
+    async def Chunks(self, request: admin_pb2.ChunksRequest, context: grpc.aio.ServicerContext) -> None:
+        await self._require_operator(context)
+        await _write_pages(context, self._store.chunks(request.what, request.limit, clock_ms()))
+
+    async def Remove(
+        self, request: admin_pb2.RemoveRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.RemoveReply:
+        session = await self._require_operator(context)
+        removal = await _answer(context, lambda: self._store.begin_removal(request, clock_ms()))
+        try:
+            while not await _answer(context, lambda: self._store.go_on(removal)):
+                await asyncio.sleep(0)
+        finally:
+            if not request.dry_run:
+                _log.info(
+                    "pid %d of uid %d removed %d chunks, %d bytes; %d were leased",
+                    session.pid, session.uid, removal.chunks, removal.nbytes, removal.skipped_pinned,
+                )  # fmt: skip
+        reply = admin_pb2.RemoveReply()
+        reply.by_tier.add(tier=TIER, chunks=removal.chunks, bytes=removal.nbytes, skipped_pinned=removal.skipped_pinned)
+        return reply
+
+    async def Check(self, _: admin_pb2.CheckRequest, context: grpc.aio.ServicerContext) -> admin_pb2.CheckReply:
+        await self._require_operator(context)
+        problems = await _answer(context, self._store.problems)
+        shown = problems[:PROBLEMS_SHOWN_MAX]
+        if len(shown) < len(problems):
+            shown.append(f"and {len(problems) - len(shown)} more")
+        return admin_pb2.CheckReply(problems=shown)
+
+    async def _require_operator(self, context: grpc.aio.ServicerContext) -> Session:
+        return await _answer(context, lambda: _operator(_caller(self._store, context)))
 
 
 def _caller(store: Store, context: grpc.aio.ServicerContext) -> Session:
@@ -158,9 +203,18 @@ def _require_attached(session: Session) -> None:
         raise ProtocolError("this session has not attached; call Sessions.Attach first")
 
 
-def _require_operator(session: Session) -> None:
+def _operator(session: Session) -> Session:
+    _require_attached(session)
     if session.uid not in (0, os.geteuid()):
         raise NotAllowed(f"uid {session.uid} may not administer a daemon of uid {os.geteuid()}; use that user or root")
+    return session
+
+
+async def _write_pages(context: grpc.aio.ServicerContext, pages: Iterator[_Page]) -> None:
+    while (page := await _answer(context, lambda: next(pages, None))) is not None:
+        if page.ByteSize() > 0:  # nothing of this slice was meant
+            await context.write(page)
+        await asyncio.sleep(0)
 
 
 async def _answer(context: grpc.aio.ServicerContext, act: Callable[[], _Reply]) -> _Reply:

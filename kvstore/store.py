@@ -19,6 +19,7 @@ Invariants, each kept after every call:
 * The first probe of each (engine family, hash algorithm) stays for the daemon's life; a group that sent another value
   is refused for its own life.
 * A reference of another instance is never looked at.
+* What an operator has removed does not come back: a commit of a slot granted before the removal ends as an abort.
 """
 
 import json
@@ -29,16 +30,17 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from kvstore import limits
-from kvstore._native import NOT_GRANTED, STORED, Index, class_bytes
+from kvstore._native import STORED, Index, Removal, class_bytes
 from kvstore.errors import (
     BadKey,
     LimitExceeded,
     NamespaceMismatch,
+    NotFound,
     ProtocolError,
     SeedMismatch,
     Unavailable,
 )
-from kvstore.namespace import canonical_json, differing_fields, digest, seed_fingerprint
+from kvstore.namespace import NAMESPACE_ID_BYTES, canonical_json, differing_fields, digest, seed_fingerprint
 from kvstore.rpc.v1 import admin_pb2, store_pb2
 from kvstore.tenant import TENANT_ID_BYTES, tenant_id
 from kvstore.tiers.cpu import CpuTier
@@ -47,6 +49,8 @@ TOKEN_BYTES = 32
 SEED_FIELD = "seed_fingerprint"
 CHUNK_BYTES_FIELD = "chunk_bytes"
 EPOCH_FIELD = "epoch"
+CLIENT_GROUP_PREFIX = "client-"  # of the names that the daemon gives; nobody can join such a group
+TIER = "cpu"
 GRANTED_SHARE_OF_ARENA = 4  # all groups together: a quarter
 
 _OWN_GROUP = 0  # in the index; the groups of processes count from 1
@@ -76,6 +80,8 @@ class Session:
     connected: bool = True
     # Set by the open step stream: called when the group's state changed and nobody asked.
     on_group: Callable[[], None] | None = None
+    # The group's state in the answer to Attach; None once a stream has ended, for what it carried may be lost.
+    told: store_pb2.GroupState | None = None
     # Numbers are per group, and a group has one sender at a time: its client or its scheduler.
     last_number: int = 0
     replies: OrderedDict[int, store_pb2.StepReply] = field(default_factory=OrderedDict)
@@ -187,7 +193,7 @@ class Store:
             self._require_document(request)
             self._require_size_class(request.chunk_bytes)
         if request.role == store_pb2.ROLE_CLIENT:
-            group = self._new_group(f"client-{self._groups_made + 1}", world_size=1)
+            group = self._new_group(f"{CLIENT_GROUP_PREFIX}{self._groups_made + 1}", world_size=1)
         else:
             group = self._group_to_join(request)
         try:
@@ -282,7 +288,7 @@ class Store:
         if request.fresh_namespace:
             self._move_to_fresh_namespace(group)
         reply = store_pb2.StepReply(number=request.number)
-        reply.outcomes.extend(cast("list[store_pb2.Outcome]", self._commit(group, request.commits)))
+        reply.outcomes.extend(cast("list[store_pb2.Outcome]", self._commit(group, request.commits, now_ms)))
         self._abort(group, [(at.slot, at.generation) for at in request.aborts])
         self._release(group, request.releases)
         if request.leases and not group.refused:
@@ -290,7 +296,7 @@ class Store:
             self._index.lease(group.number, refs, now_ms + limits.LEASE_MS)
         if not group.refused:
             for chain in request.touches:
-                self._index.touch(group.namespace, chain.tenant, list(chain.keys))
+                self._index.touch(group.namespace, chain.tenant, list(chain.keys), now_ms)
         self._misses += request.misses
         if request.grants_wanted:
             grants, short = self._grant(group, request.grants_wanted, request.tails, now_ms)
@@ -328,7 +334,7 @@ class Store:
     def stats(self, now_ms: int) -> admin_pb2.StatsReply:
         index = self._index.stats()
         tier = admin_pb2.TierStats(
-            name="cpu",
+            name=TIER,
             capacity_bytes=self._tier.arena_bytes,
             used_bytes=index["used_bytes"],
             granted_bytes=index["granted_bytes"],
@@ -338,6 +344,7 @@ class Store:
             hits=self._hits,
             misses=self._misses,
             evictions=index["evictions"],
+            removals=index["removals"],
             corruptions=0,  # only a tier with checksums can see one
             ready_bytes=self._tier.ready_bytes,
         )
@@ -382,6 +389,112 @@ class Store:
                 problems.append(f"group {group.name} has a session of a process that has ended")
         return problems
 
+    # -- what operators ask --------------------------------------------------------------------------------------
+    # Every `next` of these iterators is one slice of work, a millisecond at the most; the loop turns in between.
+
+    def namespaces(self) -> Iterator[admin_pb2.NamespacesPage]:
+        """The documents kept, oldest first."""
+        page, nbytes = admin_pb2.NamespacesPage(), 0
+        for namespace, document in list(self._namespaces.items()):
+            if len(page.namespaces) == limits.ROWS_PER_PAGE or nbytes > limits.DOCUMENT_BYTES_PER_PAGE:
+                yield page
+                page, nbytes = admin_pb2.NamespacesPage(), 0
+            page.namespaces.add(namespace_id=namespace, document=document)
+            nbytes += len(document)
+        yield page
+
+    def usage(self, what: admin_pb2.Selection) -> Iterator[admin_pb2.UsagePage]:
+        """By namespace and tenant. NotFound."""
+        namespace, tenant = self._named(what)
+        self._require_known(namespace, tenant)
+        after: tuple[bytes, bytes] | None = None
+        while rows := self._index.usage(after, limit=limits.ROWS_PER_PAGE):
+            page = admin_pb2.UsagePage()
+            for its_namespace, its_tenant, chunks, nbytes in rows:
+                if namespace in (None, its_namespace) and tenant in (None, its_tenant):
+                    page.usage.add(
+                        namespace_id=its_namespace,
+                        tenant_id=its_tenant,
+                        unsalted=its_tenant == self._unsalted,
+                        tier=TIER,
+                        chunks=chunks,
+                        bytes=nbytes,
+                    )
+            yield page
+            after = rows[-1][:2]
+
+    def chunks(self, what: admin_pb2.Selection, limit: int, now_ms: int) -> Iterator[admin_pb2.ChunksPage]:
+        """At most `limit`, in no order. NotFound."""
+        namespace, tenant = self._named(what)
+        self._require_known(namespace, tenant)
+        start: int | None = 0
+        while start is not None and limit > 0:
+            rows, start = self._index.chunks(
+                start,
+                namespace=namespace,
+                tenant=tenant,
+                steps=limits.LISTING_STEPS_PER_SLICE,
+                limit=min(limit, limits.ROWS_PER_PAGE),
+            )
+            limit -= len(rows)
+            page = admin_pb2.ChunksPage()
+            for its_namespace, its_tenant, key, nbytes, used_ms, leased in rows:
+                page.chunks.add(
+                    namespace_id=its_namespace,
+                    tenant_id=its_tenant,
+                    key=key,
+                    tier=TIER,
+                    bytes=nbytes,
+                    idle_s=max(0, now_ms - used_ms) / 1000,
+                    leased=leased,
+                )
+            yield page
+
+    def begin_removal(self, request: admin_pb2.RemoveRequest, now_ms: int) -> Removal:
+        """`go_on` does it. NotFound, ProtocolError; nothing is removed then."""
+        namespace, tenant = self._named(request.what)
+        older, nbytes = request.HasField("older_than_ms"), request.HasField("bytes")
+        if nbytes and request.bytes == 0:
+            raise ProtocolError("a removal of 0 bytes")
+        removal = self._index.begin_removal(
+            namespace=namespace,
+            tenant=tenant,
+            used_before_ms=max(0, now_ms - request.older_than_ms) if older else None,
+            nbytes=request.bytes if nbytes else None,
+            dry_run=request.dry_run,
+        )
+        # Only now: the first chunk of a tenant that is unknown so far may be on its way.
+        self._require_known(namespace, tenant)
+        return removal
+
+    def go_on(self, removal: Removal) -> bool:
+        """One slice; True when it is done."""
+        return self._index.remove(removal, limits.REMOVAL_STEPS_PER_SLICE)
+
+    def _named(self, what: admin_pb2.Selection) -> tuple[bytes | None, bytes | None]:
+        """Namespace and tenant, None for any. NotFound (the tier), ProtocolError."""
+        if what.tier not in ("", TIER):
+            raise NotFound(f"this daemon has no tier {what.tier!r}; it has {TIER}")
+        if what.namespace_id and len(what.namespace_id) != NAMESPACE_ID_BYTES:
+            raise ProtocolError(f"a namespace's id has {NAMESPACE_ID_BYTES} bytes, not {len(what.namespace_id)}")
+        tenant: bytes | None = None
+        match what.WhichOneof("tenant"):
+            case "salt" if what.salt == "":
+                raise ProtocolError("a salt is never empty; chunks without one have a tenant id of their own")
+            case "salt":
+                tenant = tenant_id(self.tenant_key, what.salt)
+            case "tenant_id" if len(what.tenant_id) != TENANT_ID_BYTES:
+                raise ProtocolError(f"a tenant's id has {TENANT_ID_BYTES} bytes, not {len(what.tenant_id)}")
+            case "tenant_id":
+                tenant = what.tenant_id
+        return what.namespace_id or None, tenant
+
+    def _require_known(self, namespace: bytes | None, tenant: bytes | None) -> None:
+        if namespace is not None and namespace not in self._namespaces and not self._index.holds(namespace=namespace):
+            raise NotFound(f"no namespace {namespace.hex()} here; `kvstore ls namespaces` shows those that are")
+        if tenant is not None and not self._index.holds(tenant=tenant):
+            raise NotFound(f"tenant {tenant.hex()} has no chunk here; `kvstore ls tenants` shows those that have")
+
     # -- attach rules --------------------------------------------------------------------------------------------
 
     def _require_seed(self, request: store_pb2.AttachRequest) -> None:
@@ -402,7 +515,7 @@ class Store:
         document = _parsed(text)
         try:
             canonical = document is not None and canonical_json(document) == text
-        except TypeError:  # a float or a null
+        except (TypeError, RecursionError):  # a float or a null; lists in lists without end
             canonical = False
         if document is None or not canonical:
             raise ProtocolError(f"the namespace document is not canonical JSON: {text[:80]!r}")
@@ -435,6 +548,10 @@ class Store:
         name_bytes = len(request.group.encode())
         if not 0 < name_bytes <= limits.GROUP_NAME_BYTES_MAX:
             raise ProtocolError(f"a group's name has 1 to {limits.GROUP_NAME_BYTES_MAX} bytes, not {name_bytes}")
+        if request.group.startswith(CLIENT_GROUP_PREFIX) or not request.group.isprintable():
+            raise ProtocolError(
+                f"a group's name is printable and does not begin with {CLIENT_GROUP_PREFIX!r}, unlike {request.group!r}"
+            )
         if not 0 < request.world_size <= limits.WORLD_SIZE_MAX:
             raise ProtocolError(f"a group has 1 to {limits.WORLD_SIZE_MAX} workers, not {request.world_size}")
         group = self._groups.get(request.group)
@@ -540,7 +657,7 @@ class Store:
             return grants, store_pb2.OUTCOME_UNSPECIFIED
         return grants, _REJECTED_TIER_FULL if len(grants) < count else store_pb2.OUTCOME_NOT_GRANTED
 
-    def _commit(self, group: Group, commits: Sequence[store_pb2.Commit]) -> list[int]:
+    def _commit(self, group: Group, commits: Sequence[store_pb2.Commit], now_ms: int) -> list[int]:
         outcomes: list[int] = [store_pb2.OUTCOME_NOT_GRANTED] * len(commits)
         passed: list[int] = []
         aborted: list[tuple[int, int]] = []
@@ -565,10 +682,10 @@ class Store:
                     (commit.at.slot, commit.at.generation, commit.tenant, commit.key, commit.parent)
                     for commit in (commits[position] for position in passed)
                 ],
+                now_ms,
             )
             for position, code in zip(passed, codes, strict=True):
-                assert code != NOT_GRANTED, f"slot {commits[position].at.slot} is granted here and not in the index"
-                outcomes[position] = code  # the numbers of wire and index agree
+                outcomes[position] = code  # the numbers of wire and index agree; not granted: removed meanwhile
                 self._stores += code == STORED
         self._abort(group, aborted)
         return outcomes
@@ -672,6 +789,6 @@ def _parsed(document: str) -> dict[str, object] | None:
     """None for what is not a JSON object."""
     try:
         parsed = json.loads(document)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None

@@ -91,6 +91,17 @@ class Keys {
     std::vector<std::array<std::byte, KEY_BYTES_MAX>> copies_;
 };
 
+nb::bytes bytes_from(Bytes bytes) {
+    return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+Selection selection(const std::optional<nb::bytes>& name_space, const std::optional<nb::bytes>& tenant) {
+    Selection what;
+    if (name_space) what.name_space = id_of(*name_space, "a namespace");
+    if (tenant) what.tenant = id_of(*tenant, "a tenant");
+    return what;
+}
+
 std::vector<Ref> refs_of(const RefList& list) {
     std::vector<Ref> refs;
     refs.reserve(list.size());
@@ -270,7 +281,7 @@ struct PyIndex {
         }
         return granted;
     }
-    nb::list commit(std::uint64_t group, const nb::bytes& name_space, const CommitList& list) {
+    nb::list commit(std::uint64_t group, const nb::bytes& name_space, const CommitList& list, std::uint64_t now_ms) {
         std::vector<Commit> commits;
         commits.reserve(list.size());
         for (const auto& [slot, generation, tenant, key, parent] : list) {
@@ -279,7 +290,7 @@ struct PyIndex {
             commits.push_back({{slot, generation}, id_of(tenant, "a tenant"), bytes_of(key), bytes_of(parent)});
         }
         nb::list codes;
-        for (const CommitCode code : index.commit(group, id_of(name_space, "a namespace"), commits)) {
+        for (const CommitCode code : index.commit(group, id_of(name_space, "a namespace"), commits, now_ms)) {
             codes.append(static_cast<int>(code));
         }
         return codes;
@@ -288,6 +299,32 @@ struct PyIndex {
         const Keys keys(sequence);
         const auto found = index.lookup(id_of(name_space, "a namespace"), id_of(tenant, "a tenant"), keys.get());
         return nb::bytes(reinterpret_cast<const char*>(found.data()), found.size());
+    }
+    Removal begin_removal(const std::optional<nb::bytes>& name_space, const std::optional<nb::bytes>& tenant,
+                          std::optional<std::uint64_t> used_before_ms, std::optional<std::uint64_t> nbytes,
+                          bool dry_run) {
+        Selection what = selection(name_space, tenant);
+        what.used_before_ms = used_before_ms.value_or(UINT64_MAX);
+        return index.begin_removal(what, nbytes.value_or(UINT64_MAX), dry_run);
+    }
+    nb::list usage(const std::optional<std::tuple<nb::bytes, nb::bytes>>& after, std::size_t limit) const {
+        std::optional<Scope> scope;
+        if (after) scope = {id_of(std::get<0>(*after), "a namespace"), id_of(std::get<1>(*after), "a tenant")};
+        nb::list page;
+        for (const Usage& usage : index.usage(scope, limit)) {
+            page.append(nb::make_tuple(bytes_from(usage.scope.name_space), bytes_from(usage.scope.tenant), usage.chunks,
+                                       usage.bytes));
+        }
+        return page;
+    }
+    nb::tuple chunks(std::uint32_t next, const std::optional<nb::bytes>& name_space,
+                     const std::optional<nb::bytes>& tenant, std::size_t steps, std::size_t limit) const {
+        nb::list page;
+        for (const ChunkView& chunk : index.chunks(next, selection(name_space, tenant), steps, limit)) {
+            page.append(nb::make_tuple(bytes_from(chunk.scope.name_space), bytes_from(chunk.scope.tenant),
+                                       bytes_from(chunk.key), chunk.bytes, chunk.used_ms, nb::bool_(chunk.leased)));
+        }
+        return nb::make_tuple(page, next == NO_RECORD ? nb::object(nb::none()) : nb::object(nb::int_(next)));
     }
     nb::dict stats() const {
         nb::dict stats;
@@ -479,6 +516,11 @@ NB_MODULE(_native, m) {
         .def("wait", &PyCopier::wait, "jobs"_a, "timeout_s"_a)
         .def("close", &PyCopier::close);
 
+    nb::class_<Removal>(m, "Removal")
+        .def_ro("chunks", &Removal::chunks)
+        .def_ro("nbytes", &Removal::bytes)
+        .def_ro("skipped_pinned", &Removal::skipped_pinned);
+
     nb::class_<PyIndex>(m, "Index")
         .def(nb::init<int, std::uint64_t, const PyArena&, std::uint64_t, const nb::bytes&, const nb::bytes&, bool>(),
              nb::kw_only(), "table_fd"_a, "table_bytes"_a, "arena"_a, "unit_bytes"_a, "index_key"_a, "instance_id"_a,
@@ -495,7 +537,7 @@ NB_MODULE(_native, m) {
             "set_prefaulted", [](PyIndex& self, std::uint64_t nbytes) { self.index.set_prefaulted(nbytes); },
             "nbytes"_a)
         .def("grant", &PyIndex::grant, "group"_a, "chunk_bytes"_a, "count"_a)
-        .def("commit", &PyIndex::commit, "group"_a, "namespace"_a, "commits"_a)
+        .def("commit", &PyIndex::commit, "group"_a, "namespace"_a, "commits"_a, "now_ms"_a = 0)
         .def(
             "abort",
             [](PyIndex& self, std::uint64_t group, const RefList& refs) {
@@ -519,15 +561,30 @@ NB_MODULE(_native, m) {
             "now_ms"_a)
         .def(
             "touch",
-            [](PyIndex& self, const nb::bytes& name_space, const nb::bytes& tenant, nb::handle keys) {
-                self.index.touch(id_of(name_space, "a namespace"), id_of(tenant, "a tenant"), Keys(keys).get());
+            [](PyIndex& self, const nb::bytes& name_space, const nb::bytes& tenant, nb::handle keys,
+               std::uint64_t now_ms) {
+                self.index.touch(id_of(name_space, "a namespace"), id_of(tenant, "a tenant"), Keys(keys).get(), now_ms);
             },
-            "namespace"_a, "tenant"_a, "keys"_a)
+            "namespace"_a, "tenant"_a, "keys"_a, "now_ms"_a = 0)
         .def("lookup", &PyIndex::lookup, "namespace"_a, "tenant"_a, "keys"_a)
         .def(
             "end_leases", [](PyIndex& self, std::uint64_t group) { self.index.end_leases(group); }, "group"_a)
         .def(
             "end_group", [](PyIndex& self, std::uint64_t group) { self.index.end_group(group); }, "group"_a)
+        .def("begin_removal", &PyIndex::begin_removal, nb::kw_only(), "namespace"_a = nb::none(),
+             "tenant"_a = nb::none(), "used_before_ms"_a = nb::none(), "nbytes"_a = nb::none(), "dry_run"_a = false)
+        .def(
+            "remove",
+            [](PyIndex& self, Removal& removal, std::size_t steps) { return self.index.remove(removal, steps); },
+            "removal"_a, "steps"_a)
+        .def(
+            "holds",
+            [](const PyIndex& self, const std::optional<nb::bytes>& name_space,
+               const std::optional<nb::bytes>& tenant) { return self.index.holds(selection(name_space, tenant)); },
+            nb::kw_only(), "namespace"_a = nb::none(), "tenant"_a = nb::none())
+        .def("usage", &PyIndex::usage, "after"_a = nb::none(), nb::kw_only(), "limit"_a)
+        .def("chunks", &PyIndex::chunks, "start"_a, nb::kw_only(), "namespace"_a = nb::none(), "tenant"_a = nb::none(),
+             "steps"_a, "limit"_a)
         .def("stats", &PyIndex::stats)
         .def("problems", [](const PyIndex& self) { return self.index.problems(); });
 

@@ -6,6 +6,11 @@
 #include <stdexcept>
 
 namespace kvstore {
+namespace {
+
+constexpr std::size_t EPOCHS_MAX = 64;
+
+}  // namespace
 
 Index::Index(std::shared_ptr<Mapping> table, std::shared_ptr<Mapping> arena, std::uint64_t arena_bytes,
              std::uint64_t unit_bytes, const Id& index_key, const Id& instance_id, bool verify)
@@ -24,12 +29,14 @@ std::vector<Ref> Index::grant(std::uint64_t group, std::uint64_t chunk_bytes, st
     std::vector<Ref> granted;
     Move move;
     while (granted.size() < count) {
-        const auto slot = slabs_.take(bytes);
+        // Chunks smaller than the table was sized for fill it before the tier, and it would then refuse every commit.
+        const bool table_full = chunk_count_ >= table_.place_count() / 3 * 2;
+        const auto slot = table_full ? std::nullopt : slabs_.take(bytes);
         if (!slot) {
             if (!make_room(bytes, move)) break;
             continue;
         }
-        *slabs_.find(*slot) = {Slot::Holder::GROUP, group};
+        *slabs_.find(*slot) = {Slot::Holder::GROUP, epoch_, group};
         ++slabs_.slab_of(*slot).granted;
         groups_[group].grants.insert(*slot);
         ++grant_count_;
@@ -83,20 +90,25 @@ void Index::forget_if_idle(std::uint64_t group) {
 
 // ---- Commits ----
 
-std::vector<CommitCode> Index::commit(std::uint64_t group, const Id& name_space, std::span<const Commit> commits) {
+std::vector<CommitCode> Index::commit(std::uint64_t group, const Id& name_space, std::span<const Commit> commits,
+                                      std::uint64_t now_ms) {
     std::vector<CommitCode> codes;
     codes.reserve(commits.size());
-    for (const Commit& commit : commits) codes.push_back(commit_one(group, name_space, commit));
+    for (const Commit& commit : commits) codes.push_back(commit_one(group, name_space, commit, now_ms));
     forget_if_idle(group);
     return codes;
 }
 
-CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Commit& commit) {
+CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Commit& commit, std::uint64_t now_ms) {
     if (!is_granted(group, commit.at)) {
         const std::uint32_t committed = chunk_at(commit.at);
         const bool again =
             committed != NO_RECORD && is_key_of(records_[committed], name_space, commit.tenant, commit.key);
         return again ? CommitCode::STORED : CommitCode::NOT_GRANTED;
+    }
+    if (removed_since(slabs_.find(commit.at.slot)->epoch, name_space, commit.tenant)) {
+        drop_grant(group, commit.at.slot);
+        return CommitCode::NOT_GRANTED;
     }
     if (arena_ && holds_poison(commit.at.slot)) ++poison_commit_count_;
     const Hasher hasher = hasher_for(index_key_, name_space, commit.tenant);
@@ -122,15 +134,14 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     record.live = true;
     record.key_bytes = static_cast<std::uint8_t>(commit.key.size());
     std::memcpy(record.key.data(), commit.key.data(), commit.key.size());
-    record.name_space = namespaces_.take(name_space);
-    record.tenant = tenants_.take(commit.tenant);
+    record.scope = scopes_.add_chunk({name_space, commit.tenant}, class_bytes(commit.at.slot));
     record.digest = digest;
     record.at = commit.at;
     end_grant(group, commit.at.slot);
-    *slabs_.find(commit.at.slot) = {Slot::Holder::CHUNK, number};
+    *slabs_.find(commit.at.slot) = {Slot::Holder::CHUNK, 0, number};
     used_bytes_ += class_bytes(commit.at.slot);
     ++chunk_count_;
-    use(record);
+    use(record, now_ms);
     list(number);
     if (!commit.parent.empty()) {
         record.parent_digest = hasher(commit.parent);
@@ -161,8 +172,8 @@ std::uint32_t Index::find(const Digest& digest, const Id& name_space, const Id& 
 
 bool Index::is_key_of(const Record& record, const Id& name_space, const Id& tenant, Bytes key) const {
     return record.live && record.key_bytes == key.size() &&
-           std::memcmp(record.key.data(), key.data(), key.size()) == 0 && tenants_.id(record.tenant) == tenant &&
-           namespaces_.id(record.name_space) == name_space;
+           std::memcmp(record.key.data(), key.data(), key.size()) == 0 &&
+           scopes_[record.scope].scope == Scope{name_space, tenant};
 }
 
 std::uint32_t Index::chunk_at(Ref ref) {
@@ -337,33 +348,38 @@ void Index::move_slabs(const Window& window) {
 }
 
 void Index::evict(std::uint32_t number) {
+    drop(number);
+    ++eviction_count_;
+}
+
+void Index::orphan(std::uint32_t child) {
+    leave_parent(child);
+    unlist(child);
+    records_[child].orphan = true;
+    list(child);
+}
+
+void Index::drop(std::uint32_t number) {
     Record& record = records_[number];
     assert(record.live && record.leases == 0);
     unlist(number);
     table_.erase(record.digest);
-    while (record.first_child != NO_RECORD) {
-        const std::uint32_t child = record.first_child;
-        leave_parent(child);
-        unlist(child);
-        records_[child].orphan = true;
-        list(child);
-    }
+    while (record.first_child != NO_RECORD) orphan(record.first_child);
     unlist(number);  // without children it was listed again
     if (record.parent != NO_RECORD) leave_parent(number);
     Slab& slab = slabs_.slab_of(record.at.slot);
     if (record.tick == slab.newest) slab.newest_known = false;
     used_bytes_ -= slab.class_bytes;
     --chunk_count_;
-    ++eviction_count_;
+    scopes_.take_chunk(record.scope, slab.class_bytes);
     slabs_.give_back(record.at.slot);
-    namespaces_.give_back(record.name_space);
-    tenants_.give_back(record.tenant);
     record = Record{};
     free_records_.push_back(number);
 }
 
-void Index::use(Record& record) {
+void Index::use(Record& record, std::uint64_t now_ms) {
     record.tick = ++tick_;
+    record.used_ms = now_ms;
     Slab& slab = slabs_.slab_of(record.at.slot);
     slab.newest = record.tick;
     slab.newest_known = true;
@@ -415,7 +431,7 @@ void Index::list(std::uint32_t record) {
 
 // ---- Recency and lookup ----
 
-void Index::touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys) {
+void Index::touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys, std::uint64_t now_ms) {
     const Hasher hasher = hasher_for(index_key_, name_space, tenant);
     std::uint32_t child = NO_RECORD;
     for (std::size_t i = keys.size(); i-- > 0;) {  // tail first: no parent is ever older than its child
@@ -423,7 +439,7 @@ void Index::touch(const Id& name_space, const Id& tenant, std::span<const Bytes>
         const std::uint32_t number = find(digest, name_space, tenant, keys[i]);
         if (number != NO_RECORD) {
             unlist(number);
-            use(records_[number]);
+            use(records_[number], now_ms);
             list(number);
             // A parent that came back, or came after its child, is its parent again.
             const bool named =
@@ -444,30 +460,186 @@ std::vector<Where> Index::lookup(const Id& name_space, const Id& tenant, std::sp
     return found;
 }
 
-// ---- Interned ids ----
+// ---- Namespaces and tenants ----
 
-std::uint32_t Index::Interned::take(const Id& id) {
-    const auto [at, added] = numbers_.try_emplace(id, 0);
+std::uint32_t Index::Scopes::add_chunk(const Scope& scope, std::uint64_t nbytes) {
+    const auto [at, added] = numbers_.try_emplace(scope, 0);
     if (added) {
         if (free_.empty()) {
-            at->second = static_cast<std::uint32_t>(ids_.size());
-            ids_.push_back(id);
-            uses_.push_back(0);
+            at->second = static_cast<std::uint32_t>(usage_.size());
+            usage_.emplace_back();
         } else {
             at->second = free_.back();
             free_.pop_back();
-            ids_[at->second] = id;
         }
+        usage_[at->second] = {scope};
+        ++tenants_[scope.tenant];
     }
-    ++uses_[at->second];
+    ++usage_[at->second].chunks;
+    usage_[at->second].bytes += nbytes;
     return at->second;
 }
 
-void Index::Interned::give_back(std::uint32_t number) {
-    assert(uses_[number] > 0);
-    if (--uses_[number] > 0) return;
-    numbers_.erase(ids_[number]);
+void Index::Scopes::take_chunk(std::uint32_t number, std::uint64_t nbytes) {
+    Usage& usage = usage_[number];
+    assert(usage.chunks > 0 && usage.bytes >= nbytes);
+    usage.bytes -= nbytes;
+    if (--usage.chunks > 0) return;
+    const auto tenant = tenants_.find(usage.scope.tenant);
+    if (--tenant->second == 0) tenants_.erase(tenant);
+    numbers_.erase(usage.scope);
     free_.push_back(number);
+}
+
+bool Index::holds(const Selection& what) const {
+    const auto& numbers = scopes_.numbers();
+    if (what.name_space && what.tenant) return numbers.contains({*what.name_space, *what.tenant});
+    if (what.tenant) return scopes_.tenants().contains(*what.tenant);
+    if (!what.name_space) return !numbers.empty();
+    const auto first = numbers.lower_bound({*what.name_space, Id{}});
+    return first != numbers.end() && first->first.name_space == *what.name_space;
+}
+
+std::vector<Usage> Index::usage(const std::optional<Scope>& after, std::size_t limit) const {
+    std::vector<Usage> page;
+    const auto& numbers = scopes_.numbers();
+    auto at = after ? numbers.upper_bound(*after) : numbers.begin();
+    for (; at != numbers.end() && page.size() < limit; ++at) page.push_back(scopes_[at->second]);
+    return page;
+}
+
+std::vector<ChunkView> Index::chunks(std::uint32_t& next, const Selection& what, std::size_t steps,
+                                     std::size_t limit) const {
+    std::vector<ChunkView> page;
+    for (; next < records_.size() && steps > 0 && page.size() < limit; ++next, --steps) {
+        const Record& record = records_[next];
+        if (!is_selected(what, record)) continue;
+        page.push_back({scopes_[record.scope].scope, Bytes(record.key.data(), record.key_bytes),
+                        class_bytes(record.at.slot), record.used_ms, record.leases > 0});
+    }
+    if (next >= records_.size()) next = NO_RECORD;
+    return page;
+}
+
+// ---- Removal ----
+
+bool Index::is_selected(const Selection& what, const Record& record) const {
+    if (!record.live || record.used_ms >= what.used_before_ms) return false;
+    const Scope& scope = scopes_[record.scope].scope;
+    return what.covers(scope.name_space, scope.tenant);
+}
+
+bool Index::removed_since(std::uint32_t epoch, const Id& name_space, const Id& tenant) const {
+    if (epoch < everything_epoch_) return true;
+    for (auto removal = epochs_.rbegin(); removal != epochs_.rend() && removal->number > epoch; ++removal) {
+        if (removal->what.covers(name_space, tenant)) return true;
+    }
+    return false;
+}
+
+Removal Index::begin_removal(const Selection& what, std::uint64_t bytes_wanted, bool dry_run) {
+    if (bytes_wanted == 0) throw std::invalid_argument("a removal of 0 bytes");
+    // A chunk that is being written is neither old nor among the least recently used.
+    const bool covers_writes = what.used_before_ms == UINT64_MAX && bytes_wanted == UINT64_MAX;
+    if (covers_writes && !dry_run) {
+        epochs_.push_back({++epoch_, what});
+        if (epochs_.size() > EPOCHS_MAX) {
+            everything_epoch_ = epochs_.front().number;
+            epochs_.pop_front();
+        }
+    }
+    Removal removal;
+    removal.what = what;
+    removal.bytes_wanted = bytes_wanted;
+    removal.dry_run = dry_run;
+    removal.end = static_cast<std::uint32_t>(records_.size());
+    removal.chosen = bytes_wanted == UINT64_MAX;
+    return removal;
+}
+
+bool Index::remove(Removal& removal, std::size_t steps) {
+    while (removal.next < removal.end) {
+        if (steps == 0) return false;
+        --steps;
+        const Record& record = records_[removal.next];
+        if (is_selected(removal.what, record)) {
+            if (!removal.chosen) {
+                consider(removal, removal.next);
+            } else if (record.leases > 0) {
+                ++removal.skipped_pinned;
+            } else if (!forget(removal, removal.next, steps)) {
+                return false;
+            }
+        }
+        ++removal.next;
+    }
+    if (!removal.chosen) choose(removal);
+    while (!removal.oldest.empty()) {
+        if (steps == 0) return false;
+        --steps;
+        const Removal::Candidate& candidate = removal.oldest.front();
+        const Record& record = records_[candidate.record];
+        if (record.at == candidate.at && is_selected(removal.what, record)) {  // else it has gone, or was used
+            if (record.leases > 0) {
+                ++removal.skipped_pinned;
+            } else if (!forget(removal, candidate.record, steps)) {
+                return false;
+            }
+        }
+        std::pop_heap(removal.oldest.begin(), removal.oldest.end());
+        removal.oldest.pop_back();
+    }
+    return true;
+}
+
+// Keeps the oldest chunks that together have the bytes wanted.
+void Index::consider(Removal& removal, std::uint32_t number) const {
+    const Record& record = records_[number];
+    const Removal::Candidate candidate{!record.orphan, record.tick, number, record.at, class_bytes(record.at.slot)};
+    if (record.leases > 0) {
+        removal.pinned.push_back(candidate);
+        return;
+    }
+    auto& oldest = removal.oldest;
+    oldest.push_back(candidate);
+    std::push_heap(oldest.begin(), oldest.end());
+    removal.oldest_bytes += candidate.bytes;
+    while (removal.oldest_bytes - oldest.front().bytes >= removal.bytes_wanted) {
+        removal.oldest_bytes -= oldest.front().bytes;
+        std::pop_heap(oldest.begin(), oldest.end());
+        oldest.pop_back();
+    }
+}
+
+// All records were looked at: those that are leased would have gone only if they are older than the newest that goes.
+void Index::choose(Removal& removal) const {
+    removal.chosen = true;
+    for (const Removal::Candidate& leased : removal.pinned) {
+        const bool enough = removal.oldest_bytes >= removal.bytes_wanted;
+        if (!enough || leased < removal.oldest.front()) ++removal.skipped_pinned;
+    }
+    removal.pinned.clear();
+    if (!removal.dry_run) return;
+    removal.chunks = removal.oldest.size();
+    removal.bytes = removal.oldest_bytes;
+    removal.oldest.clear();
+}
+
+// False: it has so many children that the rest waits for the next call.
+bool Index::forget(Removal& removal, std::uint32_t number, std::size_t& steps) {
+    const Record& record = records_[number];
+    if (!removal.dry_run) {
+        for (; record.first_child != NO_RECORD; --steps) {
+            if (steps == 0) return false;
+            orphan(record.first_child);
+        }
+    }
+    ++removal.chunks;
+    removal.bytes += class_bytes(record.at.slot);
+    if (removal.dry_run) return true;
+    drop(number);
+    ++removal_count_;
+    return true;
 }
 
 // ---- What it says of itself ----
@@ -483,7 +655,9 @@ std::vector<std::pair<const char*, std::uint64_t>> Index::stats() const {
         {"evictions", eviction_count_},
         {"entries", table_.entry_count()},
         {"entries_max", table_.place_count()},
-        {"tenants", tenants_.size()},
+        {"removals", removal_count_},
+        {"scopes", scopes_.numbers().size()},
+        {"tenants", scopes_.tenants().size()},
         {"poison_commits", poison_commit_count_},
         {"digest_collisions", digest_collision_count_},
     };
@@ -558,11 +732,14 @@ std::vector<std::string> Index::problems() const {
     std::size_t evictable = 0, listed = 0;
     for (const auto& [class_bytes, victims] : victims_) listed += victims.size();
     std::vector<std::uint32_t> children(records_.size(), 0);
+    std::map<std::uint32_t, Usage> usage;  // by scope
     std::uint64_t live = 0, pinned = 0;
     for (std::uint32_t number = 0; number < records_.size(); ++number) {
         const Record& record = records_[number];
         if (!record.live) continue;
         ++live;
+        ++usage[record.scope].chunks;
+        usage[record.scope].bytes += class_bytes(record.at.slot);
         const std::string name = "the chunk in slot " + std::to_string(record.at.slot);
         if (table_.find(record.digest) != number) add(name + " is not what the table finds by its digest");
         if (table_.generation(record.at.slot) != record.at.generation)
@@ -585,7 +762,7 @@ std::vector<std::string> Index::problems() const {
         if (record.orphan) add(name + " is an orphan with a parent");
         const Record& parent = records_[record.parent];
         ++children[record.parent];
-        if (!parent.live || parent.tenant != record.tenant || parent.name_space != record.name_space) {
+        if (!parent.live || parent.scope != record.scope) {
             add(name + " has a parent that is gone or somebody else's");
         }
     }
@@ -595,6 +772,15 @@ std::vector<std::string> Index::problems() const {
         }
     }
     expect("chunks that may be evicted", evictable, listed);
+    std::map<Id, std::uint64_t> tenants;
+    for (const auto& [scope, number] : scopes_.numbers()) {
+        ++tenants[scope.tenant];
+        if (scopes_[number].scope != scope) add("a namespace and tenant have two numbers");
+        expect("a tenant's chunks", usage[number].chunks, scopes_[number].chunks);
+        expect("a tenant's bytes", usage[number].bytes, scopes_[number].bytes);
+    }
+    expect("pairs of namespace and tenant", usage.size(), scopes_.numbers().size());
+    if (tenants != scopes_.tenants()) add("tenants are counted wrongly");
     expect("records", live, chunk_count_);
     expect("free records", records_.size() - live, free_records_.size());
     expect("pinned_bytes", pinned, pinned_bytes_);

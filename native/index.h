@@ -14,9 +14,15 @@
 // leaves the slot's generation alone; it rises when the slot is granted again, and a slab that changes its class has
 // the generations of all its old slots raised first. One call evicts at most as many chunks as slots were asked for,
 // and one slab (or run of slabs) full.
+//
+// A removal is not an eviction: what an operator wants to be forgotten must not come back. `begin_removal` raises the
+// epoch of what it covers, and a commit of a slot that was granted before that ends as an abort. The chunks themselves
+// go in slices, so that the caller's loop can do other work in between; chunks committed meanwhile under the new epoch
+// may stay or go.
 #pragma once
 
 #include <array>
+#include <compare>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -25,6 +31,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -48,6 +55,64 @@ struct Commit {
     Bytes parent;  // empty: none
 };
 
+struct Scope {
+    Id name_space;
+    Id tenant;
+    auto operator<=>(const Scope&) const = default;
+};
+
+// What the chunks of one tenant in one namespace take.
+struct Usage {
+    Scope scope;
+    std::uint64_t chunks = 0;
+    std::uint64_t bytes = 0;  // of their slots
+};
+
+// Which chunks somebody means.
+struct Selection {
+    std::optional<Id> name_space;
+    std::optional<Id> tenant;
+    std::uint64_t used_before_ms = UINT64_MAX;  // last use before that; UINT64_MAX: whenever
+    bool covers(const Id& its_name_space, const Id& its_tenant) const {
+        return (!name_space || *name_space == its_name_space) && (!tenant || *tenant == its_tenant);
+    }
+};
+
+// One removal under way, from `begin_removal` until `remove` says that it is done.
+struct Removal {
+    Selection what;
+    std::uint64_t bytes_wanted = UINT64_MAX;  // least recently used first, until that much is free; UINT64_MAX: all
+    bool dry_run = false;                     // count only
+    std::uint64_t chunks = 0;                 // removed so far
+    std::uint64_t bytes = 0;
+    std::uint64_t skipped_pinned = 0;  // selected, but leased
+
+    struct Candidate {
+        bool parented;
+        std::uint64_t tick;
+        std::uint32_t record;
+        Ref at;
+        std::uint64_t bytes;
+        bool operator<(const Candidate& other) const {
+            return std::tie(parented, tick) < std::tie(other.parented, other.tick);
+        }
+    };
+    std::uint32_t next = 0;  // record to look at; those from `end` on are younger than the removal
+    std::uint32_t end = 0;
+    bool chosen = false;           // all records were looked at
+    std::deque<Candidate> oldest;  // a heap, the newest on top: no more than the bytes wanted
+    std::uint64_t oldest_bytes = 0;
+    std::deque<Candidate> pinned;
+};
+
+struct ChunkView {
+    Scope scope;
+    Bytes key;
+    std::uint64_t bytes;  // of its slot
+    std::uint64_t used_ms;
+    bool leased;
+};
+
 class Index {
   public:
     // `arena` is held, and written, only with verify.
@@ -63,7 +128,8 @@ class Index {
     }
 
     std::vector<Ref> grant(std::uint64_t group, std::uint64_t chunk_bytes, std::size_t count);
-    std::vector<CommitCode> commit(std::uint64_t group, const Id& name_space, std::span<const Commit> commits);
+    std::vector<CommitCode> commit(std::uint64_t group, const Id& name_space, std::span<const Commit> commits,
+                                   std::uint64_t now_ms);
     std::size_t abort(std::uint64_t group, std::span<const Ref> refs);
 
     std::vector<bool> lease(std::uint64_t group, std::span<const Ref> refs, std::uint64_t deadline_ms);
@@ -72,8 +138,21 @@ class Index {
     void end_leases(std::uint64_t group);
     void end_group(std::uint64_t group);
 
-    void touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys);
+    void touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys, std::uint64_t now_ms);
     std::vector<Where> lookup(const Id& name_space, const Id& tenant, std::span<const Bytes> keys) const;
+
+    Removal begin_removal(const Selection& what, std::uint64_t bytes_wanted, bool dry_run);
+    // True: done. A step is about a microsecond: a record looked at, or a chunk that loses its parent.
+    bool remove(Removal& removal, std::size_t steps);
+
+    // Whether any chunk is in this namespace, of this tenant, or both.
+    bool holds(const Selection& what) const;
+    // In order of namespace and tenant, from the first one after `after`.
+    std::vector<Usage> usage(const std::optional<Scope>& after, std::size_t limit) const;
+    // Looks at records from `next` on, at `steps` of them or until `limit` are found; `next` becomes the record to go
+    // on from, or NO_RECORD at the end. The keys stay valid until the index changes.
+    std::vector<ChunkView> chunks(std::uint32_t& next, const Selection& what, std::size_t steps,
+                                  std::size_t limit) const;
 
     std::vector<std::pair<const char*, std::uint64_t>> stats() const;
     std::vector<std::string> problems() const;
@@ -83,11 +162,11 @@ class Index {
         bool live = false;
         std::uint8_t key_bytes = 0;
         std::array<std::byte, KEY_BYTES_MAX> key;
-        std::uint32_t name_space = 0;  // interned
-        std::uint32_t tenant = 0;      // interned
+        std::uint32_t scope = 0;
         Digest digest;
         Ref at;
         std::uint64_t tick = 0;  // of its last use
+        std::uint64_t used_ms = 0;
         std::uint32_t leases = 0;
         Digest parent_digest;              // of the parent that the commit named; zero: none
         std::uint32_t parent = NO_RECORD;  // resident, same namespace and tenant
@@ -95,7 +174,7 @@ class Index {
         std::uint32_t first_child = NO_RECORD;
         std::uint32_t next_sibling = NO_RECORD;
         std::uint32_t previous_sibling = NO_RECORD;
-        bool orphan = false;  // its parent was evicted before it
+        bool orphan = false;  // its parent went before it
     };
     // Chunks that may be evicted, of one class, in the order in which they go: orphans, then by last use.
     struct Victim {
@@ -112,24 +191,29 @@ class Index {
         std::unordered_set<std::uint32_t> grants;
         std::unordered_map<std::uint32_t, Lease> leases;  // by slot
     };
-    // Ids of 16 bytes, numbered while a chunk refers to them.
-    class Interned {
+    // Namespaces and tenants, numbered in pairs while a chunk is in them, and what those chunks take.
+    class Scopes {
       public:
-        std::uint32_t take(const Id& id);
-        void give_back(std::uint32_t number);
-        std::optional<std::uint32_t> find(const Id& id) const;
-        const Id& id(std::uint32_t number) const { return ids_[number]; }
-        std::size_t size() const { return numbers_.size(); }
-        std::uint64_t uses(std::uint32_t number) const { return uses_[number]; }
+        std::uint32_t add_chunk(const Scope& scope, std::uint64_t nbytes);
+        void take_chunk(std::uint32_t number, std::uint64_t nbytes);
+        const Usage& operator[](std::uint32_t number) const { return usage_[number]; }
+        const std::map<Scope, std::uint32_t>& numbers() const { return numbers_; }
+        const std::map<Id, std::uint64_t>& tenants() const { return tenants_; }  // how many namespaces each is in
 
       private:
-        std::map<Id, std::uint32_t> numbers_;
-        std::vector<Id> ids_;
-        std::vector<std::uint64_t> uses_;
+        std::map<Scope, std::uint32_t> numbers_;
+        std::map<Id, std::uint64_t> tenants_;
+        std::vector<Usage> usage_;
         std::vector<std::uint32_t> free_;
     };
+    // Removals that cover all chunks of some kind, whenever they were used.
+    struct Epoch {
+        std::uint32_t number;
+        Selection what;
+    };
 
-    CommitCode commit_one(std::uint64_t group, const Id& name_space, const Commit& commit);
+    CommitCode commit_one(std::uint64_t group, const Id& name_space, const Commit& commit, std::uint64_t now_ms);
+    bool removed_since(std::uint32_t epoch, const Id& name_space, const Id& tenant) const;
     // The record of exactly this key, or NO_RECORD; `other` says whether its digest belongs to another key.
     std::uint32_t find(const Digest& digest, const Id& name_space, const Id& tenant, Bytes key,
                        bool* other = nullptr) const;
@@ -149,7 +233,13 @@ class Index {
     void find_newest(Slab& slab) const;
     void move_slabs(const Window& window);
     void evict(std::uint32_t record);
-    void use(Record& record);                                    // its tick becomes the newest
+    void drop(std::uint32_t record);
+    void orphan(std::uint32_t child);
+    bool is_selected(const Selection& what, const Record& record) const;
+    void consider(Removal& removal, std::uint32_t record) const;
+    void choose(Removal& removal) const;
+    bool forget(Removal& removal, std::uint32_t record, std::size_t& steps);
+    void use(Record& record, std::uint64_t now_ms);              // its tick becomes the newest
     void set_parent(std::uint32_t child, std::uint32_t parent);  // the child has none
     void leave_parent(std::uint32_t child);
     bool descends_from(std::uint32_t record, std::uint32_t ancestor) const;
@@ -176,8 +266,10 @@ class Index {
     std::vector<std::uint32_t> free_records_;
     std::map<std::uint64_t, std::set<Victim>> victims_;  // by class_bytes
     std::unordered_map<std::uint64_t, Group> groups_;    // those that hold something
-    Interned namespaces_;
-    Interned tenants_;
+    Scopes scopes_;
+    std::deque<Epoch> epochs_;  // newest last; the oldest are forgotten by saying that they covered everything
+    std::uint32_t epoch_ = 0;   // of the newest removal
+    std::uint32_t everything_epoch_ = 0;  // of the newest removal that may have covered everything
     std::uint64_t tick_ = 0;
     std::uint64_t earliest_deadline_ms_ = UINT64_MAX;  // no lease ends before it
     std::uint64_t used_bytes_ = 0;
@@ -187,6 +279,7 @@ class Index {
     std::uint64_t lease_count_ = 0;
     std::uint64_t chunk_count_ = 0;
     std::uint64_t eviction_count_ = 0;
+    std::uint64_t removal_count_ = 0;
     std::uint64_t poison_commit_count_ = 0;
     std::uint64_t digest_collision_count_ = 0;
 };

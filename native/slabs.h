@@ -30,6 +30,7 @@ std::uint64_t slot_offset(std::uint32_t slot, std::uint64_t class_bytes, std::ui
 struct Slot {
     enum class Holder : std::uint8_t { NOBODY, GROUP, CHUNK };
     Holder holder = Holder::NOBODY;
+    std::uint32_t epoch = 0;  // of a grant: removals that had begun before it
     std::uint64_t owner = 0;  // group number or record number
 };
 

@@ -1,4 +1,4 @@
-"""The `kvstore` command: one file per verb.
+"""The `kvstore` command: one file per verb (`clear` is an `evict` of everything).
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 4 no daemon at the endpoint.
 """
@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from kvstore.cli import plan, serve, stats
+from kvstore.cli import check, evict, ls, plan, serve, stats
 
 app = typer.Typer(
     name="kvstore",
@@ -18,6 +18,10 @@ app = typer.Typer(
 )
 app.command("serve")(serve.serve)
 app.command("stats")(stats.stats)
+app.command("ls")(ls.ls)
+app.command("evict")(evict.evict)
+app.command("clear")(evict.clear)
+app.command("check")(check.check)
 app.command("plan")(plan.plan)
 
 

@@ -16,6 +16,12 @@ EXIT_FAILED, EXIT_USAGE, EXIT_NO_DAEMON = 1, 2, 4
 Endpoint = Annotated[
     str | None, typer.Option(help="unix:///path/kvstore.sock. Default: KVSTORE_ENDPOINT, else the default directory.")
 ]
+NamespaceId = Annotated[str | None, typer.Option("--namespace", help="Its id, as `kvstore ls namespaces` shows it.")]
+Salt = Annotated[
+    str | None, typer.Option("--tenant", metavar="SALT", help="The tenant's cache_salt; the daemon does not keep it.")
+]
+TenantId = Annotated[str | None, typer.Option(help="The tenant's id, as `kvstore ls tenants` shows it.")]
+Tier = Annotated[str | None, typer.Option(help="cpu, or all.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
 
 

@@ -27,13 +27,14 @@ def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
     )
     tiers = Table("tier", "capacity", "ready", "used", "granted", "pinned", "overhead", "chunks", "hits", "misses")
     tiers.add_column("evictions")
+    tiers.add_column("removals")
     tiers.add_column("corruptions")
     for tier in reply.tiers:
         sizes = (
             tier.capacity_bytes, tier.ready_bytes, tier.used_bytes, tier.granted_bytes, tier.pinned_bytes,
             tier.overhead_bytes,
         )  # fmt: skip
-        counts = (tier.chunks, tier.hits, tier.misses, tier.evictions, tier.corruptions)
+        counts = (tier.chunks, tier.hits, tier.misses, tier.evictions, tier.removals, tier.corruptions)
         tiers.add_row(tier.name, *map(decimal, sizes), *map(str, counts))
     console.print(tiers)
     sessions = Table("role", "group", "pid", "uid", "rank", "namespace")

@@ -24,6 +24,7 @@ STATUS_OF: dict[type[errors.KVStoreError], grpc.StatusCode] = {
     errors.LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.WrongSize: grpc.StatusCode.INVALID_ARGUMENT,
     errors.BadKey: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.ProtocolError: grpc.StatusCode.INVALID_ARGUMENT,
 }
 

@@ -166,7 +166,7 @@ void an_index_is_sound_after_random_calls() {
                 const auto name = key(static_cast<int>(random_word() % 100));
                 const auto parent = key(static_cast<int>(random_word() % 100));
                 const Commit commit{ref, id(7), name, random_word() % 2 == 0 ? Bytes{} : Bytes(parent)};
-                if (index.commit(owner, id(3), {&commit, 1})[0] == CommitCode::STORED) stored.push_back(ref);
+                if (index.commit(owner, id(3), {&commit, 1}, 0)[0] == CommitCode::STORED) stored.push_back(ref);
                 break;
             }
             case 4:

@@ -24,6 +24,8 @@ class Chunk:
     class_bytes: int
     tick: int
     parent_named: Name | None
+    record: int
+    used_ms: int
     parent: Name | None = None  # resident
     orphan: bool = False  # its parent was evicted before it
 
@@ -49,6 +51,11 @@ class IndexModel:
         self.open: dict[int, list[int]] = defaultdict(list)  # by class: slabs with slots never handed out
         self.generations: dict[int, int] = defaultdict(int)
         self.grants: dict[int, int] = {}  # slot -> group
+        self.granted_at: dict[int, int] = {}  # slot -> how many removals had begun
+        self.removals: list[tuple[bytes | None, bytes | None]] = []  # of everything of (namespace, tenant)
+        self.records = 0  # numbers given to chunks so far
+        self.free_records: list[int] = []
+        self.removed = 0
         self.chunks: dict[Name, Chunk] = {}
         self.leases: dict[tuple[int, int], tuple[int, int]] = {}  # (group, slot) -> generation, deadline
         self.tick = 0
@@ -165,12 +172,16 @@ class IndexModel:
         return None
 
     def evict(self, chunk: Chunk) -> None:
+        self.drop(chunk)
+        self.evictions += 1
+
+    def drop(self, chunk: Chunk) -> None:
         for child in self.children(chunk.name):
             child.parent = None
             child.orphan = True
         del self.chunks[chunk.name]
         self.give_back(chunk.ref[0])
-        self.evictions += 1
+        self.free_records.append(chunk.record)
 
     def move(self, slab: Slab) -> None:
         for slot in range(slab.first * self.slots_per_unit, slab.first * self.slots_per_unit + slab.carved):
@@ -193,6 +204,7 @@ class IndexModel:
             if slot is not None:
                 self.generations[slot] += 1
                 self.grants[slot] = group
+                self.granted_at[slot] = len(self.removals)
                 granted.append((slot, self.generations[slot]))
                 continue
             victim = self.victim(class_bytes)
@@ -213,7 +225,7 @@ class IndexModel:
     def chunk_at(self, ref: Ref) -> Chunk | None:
         return next((chunk for chunk in self.chunks.values() if chunk.ref == ref), None)
 
-    def commit(self, group: int, namespace: bytes, commit: Commit) -> int:
+    def commit(self, group: int, namespace: bytes, commit: Commit, now_ms: int) -> int:
         slot, generation, tenant, key, parent = commit
         ref = (slot, generation)
         name = (namespace, tenant, key)
@@ -221,12 +233,18 @@ class IndexModel:
             there = self.chunk_at(ref)
             return _native.STORED if there and there.name == name else _native.NOT_GRANTED
         del self.grants[ref[0]]
+        since = self.removals[self.granted_at[ref[0]] :]
+        if any(its in (None, namespace) and whose in (None, tenant) for its, whose in since):
+            self.give_back(ref[0])
+            return _native.NOT_GRANTED
         if name in self.chunks:
             self.give_back(ref[0])
             return _native.PRESENT
         self.tick += 1
         parent_name = (namespace, tenant, parent) if parent else None
-        chunk = Chunk(name, ref, self.slab_of(ref[0]).class_bytes, self.tick, parent_name)
+        record = self.free_records.pop() if self.free_records else self.records
+        self.records = max(self.records, record + 1)
+        chunk = Chunk(name, ref, self.slab_of(ref[0]).class_bytes, self.tick, parent_name, record, now_ms)
         if parent_name in self.chunks:
             chunk.parent = parent_name
         self.chunks[name] = chunk
@@ -287,13 +305,55 @@ class IndexModel:
             name = self.chunks[name].parent
         return False
 
-    def touch(self, namespace: bytes, tenant: bytes, keys: list[bytes]) -> None:
+    def remove(
+        self,
+        namespace: bytes | None,
+        tenant: bytes | None,
+        used_before_ms: int | None,
+        nbytes: int | None,
+        dry_run: bool,
+    ) -> tuple[int, int, int]:
+        """(chunks, bytes, leased ones skipped)."""
+        if used_before_ms is None and nbytes is None and not dry_run:
+            self.removals.append((namespace, tenant))
+        meant = [
+            chunk
+            for chunk in sorted(self.chunks.values(), key=lambda chunk: chunk.record)
+            if namespace in (None, chunk.name[0])
+            and tenant in (None, chunk.name[1])
+            and (used_before_ms is None or chunk.used_ms < used_before_ms)
+        ]
+        going, skipped = [chunk for chunk in meant if not self.is_leased(chunk)], 0
+        if nbytes is None:
+            skipped = len(meant) - len(going)
+        else:
+            going = []
+            for chunk in sorted(meant, key=lambda chunk: (not chunk.orphan, chunk.tick)):
+                if sum(one.class_bytes for one in going) >= nbytes:
+                    break
+                if self.is_leased(chunk):
+                    skipped += 1
+                else:
+                    going.insert(0, chunk)  # they go newest first
+        if not dry_run:
+            for chunk in going:
+                self.drop(chunk)
+            self.removed += len(going)
+        return len(going), sum(chunk.class_bytes for chunk in going), skipped
+
+    def usage(self) -> list[tuple[bytes, bytes, int, int]]:
+        scopes = sorted({name[:2] for name in self.chunks})
+        sizes = {scope: [c.class_bytes for name, c in self.chunks.items() if name[:2] == scope] for scope in scopes}
+        return [(*scope, len(sizes[scope]), sum(sizes[scope])) for scope in scopes]
+
+    def touch(self, namespace: bytes, tenant: bytes, keys: list[bytes], now_ms: int) -> None:
         child: Chunk | None = None
         for key in reversed(keys):
             chunk = self.chunks.get((namespace, tenant, key))
             if chunk:
                 self.tick += 1
                 chunk.tick = self.tick
+                chunk.used_ms = now_ms
                 named = child is not None and child.parent is None and child.parent_named == chunk.name
                 if child and named and not self.descends_from(chunk.name, child.name):
                     child.parent = chunk.name
@@ -309,6 +369,7 @@ class IndexModel:
             "grants": len(self.grants),
             "leases": len(self.leases),
             "evictions": self.evictions,
+            "removals": self.removed,
             "entries": len(self.chunks),
             "tenants": len({tenant for _, tenant, _ in self.chunks}),
         }

@@ -96,8 +96,8 @@ class IndexAgainstModel(RuleBasedStateMachine):
         self._commit(*self.last_commit)
 
     def _commit(self, group: int, namespace: bytes, commits: list[tuple[int, int, bytes, bytes, bytes]]) -> None:
-        expected = [self.model.commit(group, namespace, commit) for commit in commits]
-        assert self.store.index.commit(group, namespace, commits) == expected
+        expected = [self.model.commit(group, namespace, commit, self.now_ms) for commit in commits]
+        assert self.store.index.commit(group, namespace, commits, self.now_ms) == expected
         self.last_commit = (group, namespace, commits)
 
     @rule(group=groups, numbers=picks)
@@ -133,14 +133,14 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @rule(scope=scopes, keys=chains)
     def touch_anything(self, scope: tuple[bytes, bytes], keys: list[bytes]) -> None:
-        self.store.index.touch(*scope, keys)
-        self.model.touch(*scope, keys)
+        self.store.index.touch(*scope, keys, self.now_ms)
+        self.model.touch(*scope, keys, self.now_ms)
 
     @rule(scope=scopes, start=st.integers(0, len(KEYS) - 1), count=st.integers(1, 8))
     def touch_chain(self, scope: tuple[bytes, bytes], start: int, count: int) -> None:
         keys = [KEYS[(start + i) % len(KEYS)] for i in range(count)]
-        self.store.index.touch(*scope, keys)
-        self.model.touch(*scope, keys)
+        self.store.index.touch(*scope, keys, self.now_ms)
+        self.model.touch(*scope, keys, self.now_ms)
 
     @precondition(lambda self: hasattr(self, "model") and any(c.parent_named for c in self.model.chunks.values()))
     @rule(number=st.integers(0, 10_000), size=st.sampled_from(SIZES), in_a_circle=st.booleans())
@@ -156,8 +156,34 @@ class IndexAgainstModel(RuleBasedStateMachine):
         grandparent = child.name[2] if in_a_circle else b""
         self._commit(1, namespace, [(*ref, tenant, key, grandparent) for ref in granted])
         keys = [key, child.name[2]]
-        self.store.index.touch(namespace, tenant, keys)
-        self.model.touch(namespace, tenant, keys)
+        self.store.index.touch(namespace, tenant, keys, self.now_ms)
+        self.model.touch(namespace, tenant, keys, self.now_ms)
+
+    @rule(
+        namespace=st.sampled_from([None, *NAMESPACES]),
+        tenant=st.sampled_from([None, *TENANTS]),
+        age_ms=st.none() | st.integers(0, 20),
+        nbytes=st.none() | st.integers(1, 100 * KIB),
+        dry_run=st.booleans(),
+        steps=st.integers(1, 4),
+    )
+    def remove(
+        self,
+        namespace: bytes | None,
+        tenant: bytes | None,
+        age_ms: int | None,
+        nbytes: int | None,
+        dry_run: bool,
+        steps: int,
+    ) -> None:
+        used_before_ms = None if age_ms is None else max(0, self.now_ms - age_ms)
+        removal = self.store.index.begin_removal(
+            namespace=namespace, tenant=tenant, used_before_ms=used_before_ms, nbytes=nbytes, dry_run=dry_run
+        )
+        while not self.store.index.remove(removal, steps):
+            assert self.store.index.problems() == []
+        expected = self.model.remove(namespace, tenant, used_before_ms, nbytes, dry_run)
+        assert (removal.chunks, removal.nbytes, removal.skipped_pinned) == expected
 
     @rule(share=st.integers(1, 4))
     def prefault_more(self, share: int) -> None:
@@ -173,8 +199,15 @@ class IndexAgainstModel(RuleBasedStateMachine):
         assert index.problems() == []
         stats = index.stats()
         assert {name: stats[name] for name in self.model.stats()} == self.model.stats()
+        assert self._pages_of_usage() == self.model.usage()
+        assert self._pages_of_chunks() == sorted(
+            (*chunk.name, chunk.class_bytes, chunk.used_ms, self.model.is_leased(chunk))
+            for chunk in self.model.chunks.values()
+        )
         for namespace in NAMESPACES:
             for tenant in TENANTS:
+                meant = {name for name in self.model.chunks if name[:2] == (namespace, tenant)}
+                assert index.holds(namespace=namespace, tenant=tenant) == bool(meant)
                 chunks = [self.model.chunks.get((namespace, tenant, key)) for key in KEYS]
                 codes, slots, generations = self.table.lookup(namespace, tenant, KEYS)
                 assert codes == index.lookup(namespace, tenant, KEYS)
@@ -187,6 +220,20 @@ class IndexAgainstModel(RuleBasedStateMachine):
             generations = np.array([generation for _, generation in recent], np.uint64)
             current = self.table.current(slots, generations)
             assert current == bytes(self.model.generations[slot] == generation for slot, generation in recent)
+
+    def _pages_of_usage(self) -> list[tuple[bytes, bytes, int, int]]:
+        found: list[tuple[bytes, bytes, int, int]] = []
+        while page := self.store.index.usage(found[-1][:2] if found else None, limit=3):
+            found += page
+        return found
+
+    def _pages_of_chunks(self) -> list[tuple[bytes, bytes, bytes, int, int, bool]]:
+        found: list[tuple[bytes, bytes, bytes, int, int, bool]] = []
+        start: int | None = 0
+        while start is not None:
+            page, start = self.store.index.chunks(start, steps=5, limit=3)
+            found += page
+        return sorted(found)
 
 
 TestIndexAgainstModel = IndexAgainstModel.TestCase

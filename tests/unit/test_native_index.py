@@ -179,8 +179,7 @@ def test_a_table_without_room_refuses_a_commit_and_frees_the_slot() -> None:
     with native_store(400 * 4 * KIB, entries=1) as store:
         stored = 0
         codes: set[int] = set()
-        for number in range(400):
-            [(slot, generation)] = store.index.grant(1, 4 * KIB, 1)
+        for number, (slot, generation) in enumerate(store.index.grant(1, 4 * KIB, 400)):
             [code] = store.index.commit(1, NAMESPACE, [(slot, generation, TENANT, key_of(number), b"")])
             codes.add(code)
             stored += code == _native.STORED
@@ -190,6 +189,21 @@ def test_a_table_without_room_refuses_a_commit_and_frees_the_slot() -> None:
         assert stats["grants"] == 0
         found = store.table().lookup(NAMESPACE, TENANT, [key_of(number) for number in range(400)])[0]
         assert found.count(_native.CPU) == 96
+
+
+def test_a_table_that_fills_up_before_the_tier_makes_room_like_a_full_tier() -> None:
+    with native_store(400 * 4 * KIB, entries=1) as store:
+        refused = set()
+        for number in range(400):
+            [ref] = store.index.grant(1, 4 * KIB, 1)
+            if store.index.commit(1, NAMESPACE, [(*ref, TENANT, key_of(number), b"")]) != [_native.STORED]:
+                refused.add(number)  # its places in the table are taken, by chance
+        assert len(refused) < 20
+        stats = store.index.stats()
+        assert (stats["entries_max"], stats["chunks"]) == (96, 64)
+        newest = sorted(set(range(400)) - refused)[-64:]
+        found = store.table().lookup(NAMESPACE, TENANT, [key_of(number) for number in newest])[0]
+        assert found == bytes([_native.CPU] * 64)
 
 
 def test_a_crowded_table_finds_every_entry() -> None:
@@ -525,3 +539,107 @@ def test_tenants_without_chunks_are_forgotten() -> None:
         assert store.index.stats()["tenants"] == 0
         assert store.index.commit(1, NAMESPACE, [(*ref, OTHER_TENANT, key_of(1), b"")]) == [_native.STORED]
         assert store.index.stats()["tenants"] == 1
+
+
+# -- removal -----------------------------------------------------------------------------------------------------------
+
+
+def remove(store: NativeStore, **what: object) -> _native.Removal:
+    removal = store.index.begin_removal(**what)  # type: ignore[arg-type]
+    while not store.index.remove(removal, 1000):
+        pass
+    return removal
+
+
+def test_a_removed_chunk_is_found_no_more_and_a_load_of_it_under_way_still_succeeds() -> None:
+    with native_store() as store:
+        slot, generation = store.put(1)
+        assert remove(store, tenant=TENANT).nbytes == CHUNK
+        table = store.table()
+        assert table.lookup(NAMESPACE, TENANT, [key_of(1)])[0] == bytes([_native.MISS])
+        slots, generations = np.array([slot], np.uint32), np.array([generation], np.uint64)
+        assert table.current(slots, generations) == b"\x01"
+        stats = store.index.stats()
+        assert (stats["removals"], stats["evictions"], stats["used_bytes"], stats["scopes"]) == (1, 0, 0, 0)
+
+
+def test_one_call_does_no_more_than_its_steps_however_many_children_a_chunk_has() -> None:
+    with native_store(64 * CHUNK) as store:
+        store.put(0)
+        for number in range(1, 51):
+            store.put(number, parent=key_of(0))
+        removal = store.index.begin_removal()
+        calls = 0
+        while not store.index.remove(removal, 10):
+            calls += 1
+            assert store.index.problems() == []
+        assert calls >= 10  # 51 chunks, and 50 times a child that loses its parent
+        assert removal.chunks == 51
+
+
+def test_between_two_calls_chunks_are_leased_used_and_stored() -> None:
+    with native_store(64 * CHUNK) as store:
+        refs = [store.put(number) for number in range(6)]
+        removal = store.index.begin_removal(used_before_ms=100)
+        assert not store.index.remove(removal, 2)
+        store.index.lease(1, [refs[3]], 1000)
+        store.index.touch(NAMESPACE, TENANT, [key_of(4)], 100)
+        store.put(7)
+        while not store.index.remove(removal, 2):
+            assert store.index.problems() == []
+        assert (removal.chunks, removal.skipped_pinned) == (4, 1)
+        found = store.index.lookup(NAMESPACE, TENANT, [key_of(number) for number in (3, 4, 5)])
+        assert found == bytes([_native.CPU, _native.CPU, _native.MISS])
+        store.index.end_leases(1)
+
+
+def test_chosen_chunks_that_are_leased_or_evicted_before_their_turn_are_left_alone() -> None:
+    with native_store(10 * CHUNK) as store:
+        refs = [store.put(number) for number in range(10)]
+        removal = store.index.begin_removal(nbytes=4 * CHUNK)
+        assert not store.index.remove(removal, 11)  # all looked at, one gone: the newest of the four
+        assert removal.chunks == 1
+        store.index.lease(1, [refs[1]], 1000)
+        store.index.grant(2, CHUNK, 2)  # the slot that is free, and chunk 0's
+        assert store.index.remove(removal, 1000)
+        assert (removal.chunks, removal.skipped_pinned) == (2, 1)
+        codes = store.index.lookup(NAMESPACE, TENANT, [key_of(number) for number in range(10)])
+        assert codes == bytes([_native.MISS, _native.CPU, *[_native.MISS] * 2, *[_native.CPU] * 6])
+        store.index.end_leases(1)
+
+
+def test_a_write_begun_before_a_removal_of_its_kind_ends_as_an_abort() -> None:
+    with native_store(64 * CHUNK) as store:
+        before = store.index.grant(1, CHUNK, 5)
+        remove(store, tenant=OTHER_TENANT)
+        remove(store, namespace=OTHER_NAMESPACE, tenant=TENANT)
+        after = store.index.grant(1, CHUNK, 2)
+        cases = [
+            (before[0], NAMESPACE, TENANT, _native.STORED),
+            (before[1], NAMESPACE, OTHER_TENANT, _native.NOT_GRANTED),
+            (before[2], OTHER_NAMESPACE, TENANT, _native.NOT_GRANTED),
+            (before[3], OTHER_NAMESPACE, OTHER_TENANT, _native.NOT_GRANTED),
+            (after[0], NAMESPACE, OTHER_TENANT, _native.STORED),
+            (after[1], OTHER_NAMESPACE, TENANT, _native.STORED),
+        ]
+        for ref, namespace, tenant, code in cases:
+            assert store.index.commit(1, namespace, [(*ref, tenant, key_of(1), b"")]) == [code]
+        assert store.index.stats()["grants"] == 1
+        remove(store)
+        assert store.index.commit(1, NAMESPACE, [(*before[4], TENANT, key_of(1), b"")]) == [_native.NOT_GRANTED]
+        assert store.index.stats()["grants"] == 0
+
+
+def test_removals_are_remembered_or_taken_for_ones_of_everything() -> None:
+    with native_store(64 * CHUNK) as store:
+        [before] = store.index.grant(1, CHUNK, 1)
+        for number in range(100):
+            remove(store, tenant=number.to_bytes(16, "big"))
+        [after] = store.index.grant(1, CHUNK, 1)
+        commits = [(*ref, bytes(16), key_of(1), b"") for ref in (before, after)]
+        assert store.index.commit(1, NAMESPACE, commits) == [_native.NOT_GRANTED, _native.STORED]
+
+
+def test_a_removal_of_no_bytes_is_refused() -> None:
+    with native_store() as store, pytest.raises(ValueError, match="a removal of 0 bytes"):
+        store.index.begin_removal(nbytes=0)

@@ -11,12 +11,13 @@ from kvstore.errors import (
     KVStoreError,
     LimitExceeded,
     NamespaceMismatch,
+    NotFound,
     ProtocolError,
     SeedMismatch,
     Unavailable,
 )
 from kvstore.namespace import canonical_json, digest, seed_fingerprint
-from kvstore.rpc.v1 import store_pb2
+from kvstore.rpc.v1 import admin_pb2, store_pb2
 from kvstore.store import Session, Store
 from kvstore.tenant import tenant_id
 from kvstore.tiers.cpu import CpuTier
@@ -24,6 +25,7 @@ from kvstore.tiers.cpu import CpuTier
 INSTANCE = b"i" * 16
 TENANT_KEY = b"k" * 32
 TENANT = tenant_id(TENANT_KEY, "salt")
+NOBODY = "a salt without chunks"
 ARENA_BYTES = 8 << 20
 CHUNK_BYTES = 4096
 SCHEDULER, WORKER, CLIENT = store_pb2.ROLE_SCHEDULER, store_pb2.ROLE_WORKER, store_pb2.ROLE_CLIENT
@@ -126,6 +128,8 @@ def test_processes_of_one_group_must_describe_the_same_chunks(store: Store) -> N
         ("{ }", ProtocolError),
         ('{"x":1.5}', ProtocolError),
         ('{"x":null}', ProtocolError),
+        ("[" * 100_000, ProtocolError),
+        ('{"x":' + "[" * 400 + "]" * 400 + "}", NamespaceMismatch),
         ("{}", NamespaceMismatch),
         (document(chunk_bytes=8192), NamespaceMismatch),
         (document(seed="1"), NamespaceMismatch),
@@ -181,6 +185,17 @@ def test_a_second_living_scheduler_of_a_group_is_refused(store: Store) -> None:
         attach(store, SCHEDULER)
     store.hang_up(first)
     attach(store, SCHEDULER)
+
+
+@pytest.mark.parametrize("name", ["client-1", "client-99", "engine\nERROR forged", "\x1b[31m"])
+def test_a_group_that_others_could_mistake_is_refused(store: Store, name: str) -> None:
+    """A client's group is its own: nobody else commits or aborts its slots. And names end up in the log."""
+    client = attach(store)
+    assert client.group.name == "client-1"
+    for role in (SCHEDULER, WORKER):
+        with pytest.raises(ProtocolError, match=r"does not begin with 'client-', unlike"):
+            attach(store, role, group=name)
+    assert client.group.sessions == {client}
 
 
 def test_more_size_classes_than_the_arena_takes_are_refused_at_attach(store: Store) -> None:
@@ -491,3 +506,80 @@ def test_the_first_probe_wins_and_another_value_is_refused_with_both(store: Stor
     assert granted_bytes(store) == 0
     other = store_pb2.Probe(engine_family="vllm", hash_algorithm="other", value=b"\x03")
     assert not step(store, third, probe=other).HasField("group")
+
+
+# -- what operators ask ------------------------------------------------------------------------------------------------
+
+
+def removed(store: Store, now_ms: int = 0, **fields: object) -> tuple[int, int, int]:
+    removal = store.begin_removal(admin_pb2.RemoveRequest(**fields), now_ms)
+    while not store.go_on(removal):
+        pass
+    return removal.chunks, removal.nbytes, removal.skipped_pinned
+
+
+def test_age_is_counted_from_the_last_use(store: Store) -> None:
+    session = attach(store)
+    at = grants(store, session, 3)
+    step(store, session, commits=[commit(ref, name) for name, ref in enumerate(at)], now_ms=1_000)
+    step(store, session, touches=[store_pb2.Chain(tenant=TENANT, keys=[key(1)])], now_ms=5_000)
+    idle = {chunk.key: chunk.idle_s for page in store.chunks(admin_pb2.Selection(), 9, 8_000) for chunk in page.chunks}
+    assert idle == {key(0): 7.0, key(1): 3.0, key(2): 7.0}
+    assert removed(store, now_ms=8_000, older_than_ms=9_000) == (0, 0, 0)
+    assert removed(store, now_ms=8_000, older_than_ms=7_000) == (0, 0, 0)
+    assert removed(store, now_ms=8_000, older_than_ms=6_999) == (2, 2 * 4096, 0)
+    assert (found(store, session, 0), found(store, session, 1)) == (MISS, CPU)
+
+
+def test_a_commit_after_a_removal_of_what_it_covers_is_answered_not_granted(store: Store) -> None:
+    session = attach(store)
+    one, two = grants(store, session, 2)
+    step(store, session, commits=[commit(one, 1)])
+    assert removed(store, what=admin_pb2.Selection(salt="salt")) == (1, 4096, 0)
+    assert step(store, session, commits=[commit(two, 2)]).outcomes == [store_pb2.OUTCOME_NOT_GRANTED]
+    assert (found(store, session, 2), granted_bytes(store)) == (MISS, 0)
+
+
+def test_lists_go_page_by_page() -> None:
+    store = make_store(64 << 20)
+    session = attach(store)
+    for first in range(0, 300, 50):
+        at = grants(store, session, 50)
+        tenants = [tenant_id(TENANT_KEY, f"salt-{first + i}") for i in range(50)]
+        step(
+            store, session,
+            commits=[commit(ref, first + i, tenants[i]) for i, ref in enumerate(at)],
+        )  # fmt: skip
+    pages = [len(page.usage) for page in store.usage(admin_pb2.Selection())]
+    assert pages == [128, 128, 44]
+    pages = [len(page.chunks) for page in store.chunks(admin_pb2.Selection(), 200, 0)]
+    assert pages == [128, 72]
+    [row] = [row for page in store.usage(admin_pb2.Selection(salt="salt-7")) for row in page.usage]
+    assert (row.chunks, row.bytes, row.tenant_id) == (1, 4096, tenant_id(TENANT_KEY, "salt-7"))
+    [page] = store.namespaces()
+    assert [(one.namespace_id, one.document) for one in page.namespaces] == [(session.group.namespace, document())]
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ({"namespace_id": b"n" * 16}, NotFound, f"no namespace {(b'n' * 16).hex()} here"),
+        ({"namespace_id": b"n"}, ProtocolError, "has 16 bytes, not 1"),
+        ({"tenant_id": b"t" * 16}, NotFound, f"tenant {(b't' * 16).hex()} has no chunk here"),
+        ({"tenant_id": b""}, ProtocolError, "has 16 bytes, not 0"),
+        ({"salt": NOBODY}, NotFound, f"tenant {tenant_id(TENANT_KEY, NOBODY).hex()}"),
+        ({"salt": ""}, ProtocolError, "a salt is never empty"),
+        ({"tier": "fs"}, NotFound, "no tier 'fs'; it has cpu"),
+    ],
+)
+def test_selections_name_what_is_there(
+    store: Store, what: dict[str, object], error: type[Exception], message: str
+) -> None:
+    selection = admin_pb2.Selection(**what)
+    for ask in (
+        lambda: list(store.usage(selection)),
+        lambda: list(store.chunks(selection, 1, 0)),
+        lambda: store.begin_removal(admin_pb2.RemoveRequest(what=selection), 0),
+    ):
+        with pytest.raises(error, match=message):
+            ask()

@@ -5,12 +5,142 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Selection(_message.Message):
+    __slots__ = ("namespace_id", "tenant_id", "salt", "tier")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    tenant_id: bytes
+    salt: str
+    tier: str
+    def __init__(self, namespace_id: _Optional[bytes] = ..., tenant_id: _Optional[bytes] = ..., salt: _Optional[str] = ..., tier: _Optional[str] = ...) -> None: ...
+
+class NamespacesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Namespace(_message.Message):
+    __slots__ = ("namespace_id", "document")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    document: str
+    def __init__(self, namespace_id: _Optional[bytes] = ..., document: _Optional[str] = ...) -> None: ...
+
+class NamespacesPage(_message.Message):
+    __slots__ = ("namespaces",)
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[Namespace]
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[Namespace, _Mapping]]] = ...) -> None: ...
+
+class UsageRequest(_message.Message):
+    __slots__ = ("what",)
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    what: Selection
+    def __init__(self, what: _Optional[_Union[Selection, _Mapping]] = ...) -> None: ...
+
+class TenantUsage(_message.Message):
+    __slots__ = ("namespace_id", "tenant_id", "unsalted", "tier", "chunks", "bytes")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    UNSALTED_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    tenant_id: bytes
+    unsalted: bool
+    tier: str
+    chunks: int
+    bytes: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., tenant_id: _Optional[bytes] = ..., unsalted: bool = ..., tier: _Optional[str] = ..., chunks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class UsagePage(_message.Message):
+    __slots__ = ("usage",)
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    usage: _containers.RepeatedCompositeFieldContainer[TenantUsage]
+    def __init__(self, usage: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ...) -> None: ...
+
+class ChunksRequest(_message.Message):
+    __slots__ = ("what", "limit")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    what: Selection
+    limit: int
+    def __init__(self, what: _Optional[_Union[Selection, _Mapping]] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("namespace_id", "tenant_id", "key", "tier", "bytes", "idle_s", "leased")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    tenant_id: bytes
+    key: bytes
+    tier: str
+    bytes: int
+    idle_s: float
+    leased: bool
+    def __init__(self, namespace_id: _Optional[bytes] = ..., tenant_id: _Optional[bytes] = ..., key: _Optional[bytes] = ..., tier: _Optional[str] = ..., bytes: _Optional[int] = ..., idle_s: _Optional[float] = ..., leased: bool = ...) -> None: ...
+
+class ChunksPage(_message.Message):
+    __slots__ = ("chunks",)
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[Chunk]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ...) -> None: ...
+
+class RemoveRequest(_message.Message):
+    __slots__ = ("what", "older_than_ms", "bytes", "dry_run")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    OLDER_THAN_MS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    what: Selection
+    older_than_ms: int
+    bytes: int
+    dry_run: bool
+    def __init__(self, what: _Optional[_Union[Selection, _Mapping]] = ..., older_than_ms: _Optional[int] = ..., bytes: _Optional[int] = ..., dry_run: bool = ...) -> None: ...
+
+class TierRemoval(_message.Message):
+    __slots__ = ("tier", "chunks", "bytes", "skipped_pinned")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_PINNED_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    chunks: int
+    bytes: int
+    skipped_pinned: int
+    def __init__(self, tier: _Optional[str] = ..., chunks: _Optional[int] = ..., bytes: _Optional[int] = ..., skipped_pinned: _Optional[int] = ...) -> None: ...
+
+class RemoveReply(_message.Message):
+    __slots__ = ("by_tier",)
+    BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    by_tier: _containers.RepeatedCompositeFieldContainer[TierRemoval]
+    def __init__(self, by_tier: _Optional[_Iterable[_Union[TierRemoval, _Mapping]]] = ...) -> None: ...
+
+class CheckRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CheckReply(_message.Message):
+    __slots__ = ("problems",)
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, problems: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("name", "capacity_bytes", "used_bytes", "granted_bytes", "pinned_bytes", "overhead_bytes", "chunks", "hits", "misses", "evictions", "corruptions", "ready_bytes")
+    __slots__ = ("name", "capacity_bytes", "used_bytes", "granted_bytes", "pinned_bytes", "overhead_bytes", "chunks", "hits", "misses", "evictions", "corruptions", "ready_bytes", "removals")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +153,7 @@ class TierStats(_message.Message):
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     CORRUPTIONS_FIELD_NUMBER: _ClassVar[int]
     READY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REMOVALS_FIELD_NUMBER: _ClassVar[int]
     name: str
     capacity_bytes: int
     used_bytes: int
@@ -35,7 +166,8 @@ class TierStats(_message.Message):
     evictions: int
     corruptions: int
     ready_bytes: int
-    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., granted_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., corruptions: _Optional[int] = ..., ready_bytes: _Optional[int] = ...) -> None: ...
+    removals: int
+    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., granted_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., corruptions: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., removals: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("role", "group", "pid", "uid", "rank", "namespace_id")

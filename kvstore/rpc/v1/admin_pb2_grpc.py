@@ -39,6 +39,31 @@ class AdminStub(object):
                 request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.StatsRequest.SerializeToString,
                 response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.StatsReply.FromString,
                 _registered_method=True)
+        self.Namespaces = channel.unary_stream(
+                '/kvstore.rpc.v1.Admin/Namespaces',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.NamespacesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.NamespacesPage.FromString,
+                _registered_method=True)
+        self.Usage = channel.unary_stream(
+                '/kvstore.rpc.v1.Admin/Usage',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.UsageRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.UsagePage.FromString,
+                _registered_method=True)
+        self.Chunks = channel.unary_stream(
+                '/kvstore.rpc.v1.Admin/Chunks',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.ChunksRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.ChunksPage.FromString,
+                _registered_method=True)
+        self.Remove = channel.unary_unary(
+                '/kvstore.rpc.v1.Admin/Remove',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.FromString,
+                _registered_method=True)
+        self.Check = channel.unary_unary(
+                '/kvstore.rpc.v1.Admin/Check',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -50,6 +75,41 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Namespaces(self, request, context):
+        """Lists come in pages, so that neither a message nor a turn of the daemon's loop grows with what it holds. They show
+        what was there when each page was made. NOT_FOUND: a name in the selection is not known here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Usage(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Chunks(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Remove(self, request, context):
+        """Answers when all is gone. A write of what it covers that began before can not become visible afterwards, unless
+        only old or least recently used chunks were meant. A caller that hangs up ends it where it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Check(self, request, context):
+        """The daemon does nothing else meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +117,31 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.StatsRequest.FromString,
                     response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.StatsReply.SerializeToString,
+            ),
+            'Namespaces': grpc.unary_stream_rpc_method_handler(
+                    servicer.Namespaces,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.NamespacesRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.NamespacesPage.SerializeToString,
+            ),
+            'Usage': grpc.unary_stream_rpc_method_handler(
+                    servicer.Usage,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.UsageRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.UsagePage.SerializeToString,
+            ),
+            'Chunks': grpc.unary_stream_rpc_method_handler(
+                    servicer.Chunks,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.ChunksRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.ChunksPage.SerializeToString,
+            ),
+            'Remove': grpc.unary_unary_rpc_method_handler(
+                    servicer.Remove,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.SerializeToString,
+            ),
+            'Check': grpc.unary_unary_rpc_method_handler(
+                    servicer.Check,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +171,141 @@ class Admin(object):
             '/kvstore.rpc.v1.Admin/Stats',
             kvstore_dot_rpc_dot_v1_dot_admin__pb2.StatsRequest.SerializeToString,
             kvstore_dot_rpc_dot_v1_dot_admin__pb2.StatsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Namespaces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/Namespaces',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.NamespacesRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.NamespacesPage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Usage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/Usage',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.UsageRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.UsagePage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Chunks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/Chunks',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.ChunksRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.ChunksPage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Remove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/Remove',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Check(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/Check',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckReply.FromString,
             options,
             channel_credentials,
             insecure,

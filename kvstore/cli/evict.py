@@ -1,0 +1,85 @@
+"""`kvstore evict`: removes chosen chunks from the daemon. `kvstore clear`: removes all of them."""
+
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from kvstore import admin
+from kvstore.cli.output import Endpoint, Json, NamespaceId, Salt, TenantId, Tier, print_json, reported
+from kvstore.config import parse_bytes, parse_duration_ms
+from kvstore.errors import ConfigurationError
+
+
+def evict(
+    tier: Tier = None,
+    namespace: NamespaceId = None,
+    tenant: Salt = None,
+    tenant_id: TenantId = None,
+    older_than: Annotated[str | None, typer.Option(help="Not used for that long: 90s, 15m, 1h, 2d.")] = None,
+    nbytes: Annotated[
+        str | None, typer.Option("--bytes", help="Least recently used first, until that much is free: 10GiB.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    endpoint: Endpoint = None,
+    json: Json = False,
+) -> None:
+    """Remove the chunks that all given options name, unless an engine is loading them."""
+    with reported(endpoint, as_json=json) as where:
+        if all(option is None for option in (tier, namespace, tenant, tenant_id, older_than, nbytes)):
+            raise ConfigurationError(
+                "say what to evict (--tier, --namespace, --tenant, --tenant-id, --older-than, --bytes); "
+                "`kvstore clear` removes everything"
+            )
+        removed = admin.remove(
+            where,
+            admin.selection(namespace=namespace, salt=tenant, tenant_id=tenant_id, tier=tier),
+            older_than_ms=_positive("--older-than", older_than, parse_duration_ms),
+            nbytes=_positive("--bytes", nbytes, parse_bytes),
+            dry_run=dry_run,
+        )
+    _print(removed, as_json=json, dry_run=dry_run)
+
+
+def clear(
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    endpoint: Endpoint = None,
+    json: Json = False,
+) -> None:
+    """Remove every chunk in every tier, unless an engine is loading it."""
+    with reported(endpoint, as_json=json) as where:
+        if not yes:
+            if not sys.stdin.isatty():
+                raise ConfigurationError("this removes every chunk, and there is no terminal to ask; say --yes")
+            held = sum(tier.chunks for tier in admin.stats(where).tiers)
+            typer.confirm(f"Remove all {held} chunks of {where}?", abort=True, err=True)
+        removed = admin.remove(where, admin.selection())
+    _print(removed, as_json=json, dry_run=False)
+
+
+def _positive(flag: str, text: str | None, parse: Callable[[str], int]) -> int | None:
+    if text is None:
+        return None
+    try:
+        value = parse(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{flag}: {error}") from None
+    if not 0 < value < 1 << 63:
+        raise ConfigurationError(f"{flag} is {text}; it must be more than nothing, and less than 2^63 bytes or ms")
+    return value
+
+
+def _print(removed: dict[str, object], *, as_json: bool, dry_run: bool) -> None:
+    if as_json:
+        print_json(removed)
+        return
+    by_tier = removed["by_tier"]
+    assert isinstance(by_tier, dict)
+    table = Table("tier", "would go" if dry_run else "removed", "size", "skipped, pinned")
+    for name, tier in by_tier.items():
+        table.add_row(name, str(tier["evicted_chunks"]), decimal(tier["evicted_bytes"]), str(tier["skipped_pinned"]))
+    Console().print(table)

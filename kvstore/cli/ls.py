@@ -1,0 +1,98 @@
+"""`kvstore ls`: what is there, in the daemon's own words."""
+
+import enum
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from kvstore import admin
+from kvstore.cli.output import Endpoint, Json, NamespaceId, Salt, TenantId, Tier, print_json, reported
+
+CHUNKS_SHOWN = 1_000
+_Rows = Sequence[dict[str, object]]
+
+
+class Noun(enum.StrEnum):
+    NAMESPACES = "namespaces"
+    TENANTS = "tenants"
+    SESSIONS = "sessions"
+    CHUNKS = "chunks"
+
+
+def ls(
+    noun: Annotated[Noun, typer.Argument(metavar="namespaces|tenants|sessions|chunks", show_default=False)],
+    namespace: NamespaceId = None,
+    tenant: Salt = None,
+    tenant_id: TenantId = None,
+    tier: Tier = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help=f"Rows at the most. Default: all, of chunks {CHUNKS_SHOWN}.")
+    ] = None,
+    endpoint: Endpoint = None,
+    json: Json = False,
+) -> None:
+    """List namespaces, tenants, sessions or chunks."""
+    with reported(endpoint, as_json=json) as where:
+        what = admin.selection(namespace=namespace, salt=tenant, tenant_id=tenant_id, tier=tier)
+        match noun:
+            case Noun.NAMESPACES:
+                rows = admin.namespaces(where, what)
+            case Noun.TENANTS:
+                rows = admin.tenants(where, what)
+            case Noun.SESSIONS:
+                rows = admin.sessions(where, what)
+            case Noun.CHUNKS:
+                limit = limit or CHUNKS_SHOWN
+                rows = admin.chunks(where, what, limit + 1)
+    shown = rows[:limit]
+    more = len(shown) < len(rows)
+    if json:
+        print_json({noun.value: shown, "more": more})
+        return
+    console = Console()
+    console.print(_table(noun, shown))
+    if more:
+        console.print(f"and more than these {len(shown)}; --limit shows more", highlight=False)
+
+
+def _table(noun: Noun, rows: _Rows) -> Table:
+    match noun:
+        case Noun.NAMESPACES:
+            table = Table("namespace", "model", "chunks", "size", "tenants")
+            for row in rows:
+                table.add_row(
+                    str(row["namespace_id"]), _model(row["document"]), str(row["chunks"]), _size(row["bytes"]),
+                    str(row["tenants"]),
+                )  # fmt: skip
+        case Noun.TENANTS:
+            table = Table("tenant", "chunks", "size", "namespaces")
+            for row in rows:
+                name = f"{row['tenant_id']}{' (unsalted)' if row['unsalted'] else ''}"
+                table.add_row(name, str(row["chunks"]), _size(row["bytes"]), str(row["namespaces"]))
+        case Noun.SESSIONS:
+            table = Table("role", "group", "pid", "uid", "rank", "namespace")
+            for row in rows:
+                table.add_row(*(str(row[name]) for name in ("role", "group", "pid", "uid", "rank", "namespace_id")))
+        case Noun.CHUNKS:
+            table = Table("namespace", "tenant", "key", "tier", "size", "idle", "pinned")
+            for row in rows:
+                table.add_row(
+                    str(row["namespace_id"]), str(row["tenant_id"]), str(row["key"]), str(row["tier"]),
+                    _size(row["bytes"]), f"{row['idle_s']:.1f} s", "yes" if row["pinned"] else "",
+                )  # fmt: skip
+    return table
+
+
+def _size(nbytes: object) -> str:
+    assert isinstance(nbytes, int)
+    return decimal(nbytes)
+
+
+def _model(document: object) -> str:
+    """What engines and clients call the model, where the document is kept and says so."""
+    model = document.get("model", "") if isinstance(document, dict) else "(document not kept)"
+    return str(model)
