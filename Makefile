@@ -10,8 +10,8 @@ setup:
 test: setup
 	$(PY) -m pytest
 
-# The tests of the connector under another CPU build of vLLM: make test-vllm VERSION=0.31.0 [ARGS="tests/vllm/test_engine.py"].
-# What the connector's own files do with vLLM, then real engines.
+# Another CPU build of vLLM, in an environment of its own: make test-vllm VERSION=0.31.0 [ARGS="tests/vllm/test_engine.py"]
+# runs the connector's unit tests, then real engines.
 ARGS ?= $(wildcard tests/unit/test_connector_*.py) tests/unit/test_identity.py tests/vllm
 test-vllm:
 	@[ -n "$(VERSION)" ] || { echo "which one? make test-vllm VERSION=0.31.0"; exit 2; }
