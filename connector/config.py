@@ -38,6 +38,11 @@ class ConnectorConfig:
                         f"kv_connector_extra_config: {key}={value!r}, but KVStoreConnector brings its own "
                         f"({_SET_BY_US[key]!r}); leave the key out"
                     )
+            elif key == "sync_load_budget_bytes":  # vLLM 0.33
+                raise ValueError(
+                    f"kv_connector_extra_config: {key}={value!r} makes loads end within the step, but a load that "
+                    "fails there can be reported only after its bytes were used; leave the key out"
+                )
             elif key not in _KEYS:
                 raise ValueError(f"kv_connector_extra_config: unknown key {key!r}{_suggestion(key)}")
         # vLLM reads the first two itself, but its own messages name neither the key nor the value.

@@ -51,7 +51,10 @@ class WorkerHalf(OffloadingWorker):
         self._submit(job_id, dst_spec, src_spec, is_load=False)
         return True
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        assert not expedited, f"load {job_id} within the step: its failure would be reported after its bytes were used"
         self._submit(job_id, src_spec, dst_spec, is_load=True)
         return True
 

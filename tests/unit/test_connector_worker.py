@@ -269,6 +269,12 @@ def test_losing_the_daemon_ends_what_runs_and_the_next_one_is_used(store, rank):
     abort(store, spec)
 
 
+def test_a_load_that_must_end_within_the_step_is_refused(rank):
+    with pytest.raises(AssertionError, match="reported after its bytes were used"):
+        rank.half.submit_load(1, spec_of([(0, 1)]), blocks([0, 1, 2], 0), expedited=True)
+    assert rank.half.get_finished() == []
+
+
 def test_an_unexpected_error_ends_the_job_and_not_the_engine(rank, caplog):
     rank.half._transfer = SimpleNamespace(
         load=lambda *_, **__: 1 / 0, layout=rank.transfer.layout, finished=lambda: [], wait=lambda *_: True
