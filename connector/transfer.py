@@ -62,18 +62,16 @@ class HostTransfer:
     def store(
         self, job: int, mapped: Mapped, spec: ChunkSpec, *, block_ids: NDArray[np.integer], first_block: int
     ) -> None:
-        """Device to arena. ValueError, nothing copied, unless the blocks are exactly the chunks' blocks."""
+        """Device to arena, this rank's part. ValueError, nothing copied, unless the blocks are exactly the chunks'."""
         chunks = self._chunks(mapped, spec)
-        fragments = self._layout.fragments(block_ids, first_block, chunks)
-        if fragments.nbytes != len(chunks) * self._layout.chunk_bytes:
-            raise ValueError(f"{len(block_ids)} blocks from block {first_block} on leave parts of a chunk unwritten")
+        fragments = self._layout.written(block_ids, first_block, chunks)
         sources, destinations, sizes = fragments.device, fragments.arena, fragments.sizes
         padding = self._slot_bytes - self._layout.chunk_bytes
         if padding:
-            count = len(chunks)
-            sources = np.append(sources, np.full(count, self._zeros.ctypes.data, np.uint64))
-            destinations = np.append(destinations, chunks + np.uint64(self._layout.chunk_bytes))
-            sizes = np.append(sizes, np.full(count, padding, np.uint64))
+            padded = self._layout.padded(first_block, chunks)
+            sources = np.append(sources, np.full(len(padded), self._zeros.ctypes.data, np.uint64))
+            destinations = np.append(destinations, padded + np.uint64(self._layout.chunk_bytes))
+            sizes = np.append(sizes, np.full(len(padded), padding, np.uint64))
         self._submit(job, mapped, spec, sources=sources, destinations=destinations, sizes=sizes)
 
     def load(

@@ -11,6 +11,7 @@ no pidfd can be had (old kernel, foreign pid namespace), the hang-up starts a re
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -19,14 +20,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.errors import LimitExceeded
-from kvstore.limits import REST_WITHOUT_PIDFD_MS
+from kvstore.limits import ATTACH_WITHIN_MS, REST_WITHOUT_PIDFD_MS
 from kvstore.rpc.handover import Hello, Memory, Refusal
+from kvstore.rpc.v1 import store_pb2
 from kvstore.store import Session, Store
 
 SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
 BACKLOG = 128
 OVERFLOW_UID = 65534  # how every uid that this user namespace does not know is shown
 
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 _log = logging.getLogger(__name__)
@@ -35,10 +38,11 @@ _log = logging.getLogger(__name__)
 class Connection:
     """One accepted connection: the socket while it is open, the pidfd while the process matters."""
 
-    def __init__(self, sock: socket.socket, pidfd: int | None, session: Session) -> None:
+    def __init__(self, sock: socket.socket, pidfd: int | None, session: Session, since_s: float) -> None:
         self.sock: socket.socket | None = sock
         self.pidfd = pidfd
         self.session = session
+        self.since_s = since_s  # by the loop's clock
         self.rest: asyncio.TimerHandle | None = None
 
 
@@ -53,12 +57,14 @@ class ArenaSocket:
         fds: tuple[int, int],
         allow_uids: frozenset[int],
         rest_ms: int = REST_WITHOUT_PIDFD_MS,
+        attach_within_ms: int = ATTACH_WITHIN_MS,
         pidfd_of: Callable[[socket.socket, int], int | None] | None = None,
     ) -> None:
         self._store = store
         self._memory = memory
         self._fds = fds
         self._allowed = (allow_uids | {os.geteuid(), 0}) - {OVERFLOW_UID}
+        self._attach_within_s = attach_within_ms / 1000
         self._rest_s = rest_ms / 1000
         self._pidfd_of = pidfd_of or peer_pidfd
         self._connections: dict[Session, Connection] = {}
@@ -88,9 +94,15 @@ class ArenaSocket:
         return True
 
     def sweep(self) -> None:
-        """Close the pidfds of processes that no longer matter. Called once in a while."""
+        """Close the pidfds of processes that no longer matter, and hang up on those that connected and never attached.
+        Called once in a while."""
+        latest_s = self._loop.time() - self._attach_within_s
         for connection in list(self._connections.values()):
-            if connection.sock is None and not self._store.watched(connection.session):
+            unattached = connection.session.role == store_pb2.ROLE_UNSPECIFIED
+            if connection.sock is not None and unattached and connection.since_s <= latest_s:
+                _log.warning("pid %d connected to arena.sock and has not attached since", connection.session.pid)
+                self._hang_up(connection)
+            elif connection.sock is None and not self._store.watched(connection.session):
                 self._forget(connection)
 
     def close(self) -> None:
@@ -140,12 +152,17 @@ class ArenaSocket:
             self._store.hang_up(session)
             sock.close()
             return
+        except OSError as error:  # a rest by the clock is for kernels without pidfds, not for a daemon without room
+            self._store.hang_up(session)
+            _log.error("pid %d cannot be watched: %s; it is refused", pid, error)
+            _refuse(sock, f"the daemon cannot watch another process ({error.strerror}); try again later")
+            return
         if pidfd is None:
             _log.warning(
                 "no pidfd can be had for pid %d: slots it was granted and has not committed rest for %.0f s after it "
                 "hangs up", pid, self._rest_s,
             )  # fmt: skip
-        connection = self._connections[session] = Connection(sock, pidfd, session)
+        connection = self._connections[session] = Connection(sock, pidfd, session, self._loop.time())
         self._loop.add_reader(sock, self._readable, connection)
         if pidfd is not None:
             self._loop.add_reader(pidfd, self._process_ended, connection)
@@ -199,24 +216,25 @@ class ArenaSocket:
 
 
 def peer_pidfd(sock: socket.socket, pid: int) -> int | None:
-    """A pidfd of the process that connected; None where there is no way to one. ProcessLookupError: it has ended.
+    """A pidfd of the process that connected; None where there is no way to one.
+
+    ProcessLookupError: it has ended. OSError: there is a way, and no descriptor left for it.
 
     `SO_PEERPIDFD` cannot name another process. `pidfd_open` could, if the peer died and its number was taken between
     the two calls; that only delays the slots of a dead process until the other one ends.
     """
     try:
         return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    except ProcessLookupError:
-        raise
-    except OSError:
-        pass
+    except OSError as error:
+        if isinstance(error, ProcessLookupError) or error.errno in _NO_DESCRIPTOR:
+            raise
     if pid <= 0:  # in a pid namespace that this one cannot see
         return None
     try:
         return os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except OSError:
+    except OSError as error:
+        if isinstance(error, ProcessLookupError) or error.errno in _NO_DESCRIPTOR:
+            raise
         return None
 
 

@@ -243,7 +243,11 @@ class StoreClient:
             self._backoff_s = min(max(2 * self._backoff_s, ATTACH_BACKOFF_MIN_S), ATTACH_BACKOFF_MAX_S)
             raise
         self._backoff_s = 0.0
-        return _Connection(session, self.chunk_bytes, self._copy_threads, self._timeout_s)
+        try:
+            return _Connection(session, self.chunk_bytes, self._copy_threads, self._timeout_s)
+        except BaseException:  # no such number of threads, or none to be had
+            session.close()
+            raise
 
 
 class _Connection:
@@ -314,7 +318,9 @@ class _Connection:
                 for (slot, generation), position in zip(grants, batch, strict=True):
                     refs[position] = (slot, generation)
                     parent = keys[position - 1] if position else b""
-                    tickets.append(self._steps.commit(slot, generation, tenant, keys[position], parent))
+                    tickets.append(
+                        self._steps.commit(slot, generation, tenant, keys[position], parent, waited_for=True)
+                    )
             settled = self._steps.wait(tickets, self._timeout_s)
             for position, outcome in zip(absent, settled, strict=False):
                 outcomes[keys[position]] = _PUT_OUTCOMES[outcome]

@@ -25,6 +25,7 @@ from kvstore.namespace import seed_problem
 GRPC_SOCKET = "kvstore.sock"
 ARENA_SOCKET = "arena.sock"
 ARENA_BYTES_MIN = 64 << 10
+BYTES_MAX = (1 << 63) - 1  # what the kernel can express
 METRICS_LISTEN_DEFAULT = "127.0.0.1:9765"
 
 _DURATIONS_MS = {"ms": 1, "": 1_000, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -102,6 +103,8 @@ def parse_bytes(value: object) -> int:
     nbytes = Decimal(match[1]) * _UNITS[match[2]]
     if nbytes != int(nbytes):
         raise ValueError(f"{value!r} is not a whole number of bytes")
+    if nbytes > BYTES_MAX:
+        raise ValueError(f"{value!r} is more than any memory has")
     return int(nbytes)
 
 
@@ -176,7 +179,10 @@ def _text(value: object) -> str:
 
 
 def _path(value: object) -> Path:
-    return Path(_text(value)).absolute()
+    text = _text(value)
+    if "\0" in text:
+        raise ValueError(f"{text!r} is no path")
+    return Path(text).absolute()
 
 
 def _flag_value(value: object) -> bool:
@@ -205,7 +211,9 @@ def _uids(value: object) -> frozenset[int]:
 def _mode(value: object) -> int:
     text = f"{value:o}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     if not re.fullmatch(r"(0o)?[0-7]{3,4}", text) or int(text.removeprefix("0o"), 8) not in (0o600, 0o660):
-        raise ValueError(f"{text!r} is not a mode for the sockets; 0600 or 0660 (with --allow-uid)")
+        raise ValueError(
+            f"{value!r} is not a mode for the sockets; 0600 or 0660 (with --allow-uid), in quotes in a TOML file"
+        )
     return int(text.removeprefix("0o"), 8)
 
 

@@ -17,6 +17,7 @@ import errno
 import fcntl
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -34,7 +35,7 @@ from grpc_reflection.v1alpha import reflection
 from kvstore.attach import ArenaSocket
 from kvstore.config import ServeConfig, grpc_target
 from kvstore.errors import ConfigurationError
-from kvstore.limits import HEARTBEAT_INTERVAL_MS, MESSAGE_BYTES_MAX
+from kvstore.limits import DESCRIPTORS_PER_SESSION, HEARTBEAT_INTERVAL_MS, MESSAGE_BYTES_MAX, SESSIONS_MAX
 from kvstore.metrics import DaemonCollector
 from kvstore.rpc.handover import Memory
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
@@ -47,6 +48,7 @@ LOCK_FILE = "kvstore.lock"
 INSTANCE_ID_BYTES = 16
 INDEX_KEY_BYTES = 16
 LEASE_SWEEP_S = 1.0
+DESCRIPTORS_OTHER = 256
 STOP_GRACE_S = 0.5
 SNAPSHOT_TIMEOUT_S = 2.0
 EXIT_STOPPED, EXIT_FAILED, EXIT_USAGE, EXIT_RUNNING = 0, 1, 2, 3
@@ -70,6 +72,7 @@ class StartFailed(Exception):
 
 def serve(config: ServeConfig, *, verify: bool = False) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit code; what went wrong is in the log."""
+    _raise_descriptor_limit()
     try:
         with contextlib.ExitStack() as stack:
             group = _shared_group(config)
@@ -88,6 +91,16 @@ def serve(config: ServeConfig, *, verify: bool = False) -> int:
         _log.error("%s", error)
         return EXIT_FAILED
     return EXIT_STOPPED
+
+
+def _raise_descriptor_limit() -> None:
+    """Room for as many sessions as the daemon takes: the usual soft limit holds a third of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS_PER_SESSION * SESSIONS_MAX + DESCRIPTORS_OTHER
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _serve(config: ServeConfig, group: int | None, *, verify: bool) -> None:

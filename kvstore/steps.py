@@ -10,7 +10,8 @@ the daemon dies the session says so: `broken` is True, everything queued is drop
 this process dies, the daemon takes its grants back once the process has ended.
 
 Bounds: at most QUEUED_OPERATIONS_MAX operations are queued; then touches are dropped first, and commits become aborts.
-Aborts and releases are never dropped: their number is bounded by the grants and leases held.
+Aborts, releases and commits that a caller waits for are never dropped: their number is bounded by the grants and leases
+held, and by what one call takes.
 """
 
 import enum
@@ -158,8 +159,13 @@ class Steps:
         """Why the last answer brought fewer than asked for; UNSPECIFIED when it did not."""
         return self._grants_short
 
-    def commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes) -> int:
-        """The chunk is complete in the slot: make it visible. Returns a ticket for `wait`. `parent` may be b""."""
+    def commit(
+        self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes, *, waited_for: bool = False
+    ) -> int:
+        """The chunk is complete in the slot: make it visible. Returns a ticket for `wait`. `parent` may be b"".
+
+        `waited_for`: the caller waits for the outcome, which bounds the queue already, so a full one does not abort it.
+        """
         self._session.require_own_process()
         with self._lock:
             self._tickets += 1
@@ -168,7 +174,7 @@ class Steps:
                 return self._tickets
             if self._operations >= QUEUED_OPERATIONS_MAX:
                 self._drop_touches()
-            if self._operations >= QUEUED_OPERATIONS_MAX:
+            if self._operations >= QUEUED_OPERATIONS_MAX and not waited_for:
                 self._settle_ticket(self._tickets, Outcome.NOT_GRANTED)
                 self._aborts.append((slot, generation))
             else:

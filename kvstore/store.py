@@ -50,6 +50,7 @@ SEED_FIELD = "seed_fingerprint"
 CHUNK_BYTES_FIELD = "chunk_bytes"
 EPOCH_FIELD = "epoch"
 TIER = "cpu"
+CLIENT_GROUP_PREFIX = "client-"  # of the names that the daemon gives; nobody can join such a group
 GRANTED_SHARE_OF_ARENA = 4  # all groups together: a quarter
 
 _OWN_GROUP = 0  # in the index; the groups of processes count from 1
@@ -190,7 +191,7 @@ class Store:
             self._require_document(request)
             self._require_size_class(request.chunk_bytes)
         if request.role == store_pb2.ROLE_CLIENT:
-            group = self._new_group(f"client-{self._groups_made + 1}", world_size=1)
+            group = self._new_group(f"{CLIENT_GROUP_PREFIX}{self._groups_made + 1}", world_size=1)
         else:
             group = self._group_to_join(request)
         try:
@@ -512,7 +513,7 @@ class Store:
         document = _parsed(text)
         try:
             canonical = document is not None and canonical_json(document) == text
-        except TypeError:  # a float or a null
+        except (TypeError, RecursionError):  # a float or a null; lists in lists without end
             canonical = False
         if document is None or not canonical:
             raise ProtocolError(f"the namespace document is not canonical JSON: {text[:80]!r}")
@@ -545,6 +546,10 @@ class Store:
         name_bytes = len(request.group.encode())
         if not 0 < name_bytes <= limits.GROUP_NAME_BYTES_MAX:
             raise ProtocolError(f"a group's name has 1 to {limits.GROUP_NAME_BYTES_MAX} bytes, not {name_bytes}")
+        if request.group.startswith(CLIENT_GROUP_PREFIX) or not request.group.isprintable():
+            raise ProtocolError(
+                f"a group's name is printable and does not begin with {CLIENT_GROUP_PREFIX!r}, unlike {request.group!r}"
+            )
         if not 0 < request.world_size <= limits.WORLD_SIZE_MAX:
             raise ProtocolError(f"a group has 1 to {limits.WORLD_SIZE_MAX} workers, not {request.world_size}")
         group = self._groups.get(request.group)
@@ -782,6 +787,6 @@ def _parsed(document: str) -> dict[str, object] | None:
     """None for what is not a JSON object."""
     try:
         parsed = json.loads(document)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None

@@ -29,7 +29,9 @@ std::vector<Ref> Index::grant(std::uint64_t group, std::uint64_t chunk_bytes, st
     std::vector<Ref> granted;
     Move move;
     while (granted.size() < count) {
-        const auto slot = slabs_.take(bytes);
+        // Chunks smaller than the table was sized for fill it before the tier, and it would then refuse every commit.
+        const bool table_full = chunk_count_ >= table_.place_count() / 3 * 2;
+        const auto slot = table_full ? std::nullopt : slabs_.take(bytes);
         if (!slot) {
             if (!make_room(bytes, move)) break;
             continue;

@@ -1,6 +1,7 @@
 """What `kvstore serve` does before it is ready, and when it ends: exit codes, messages, files left alone."""
 
 import os
+import resource
 import signal
 import socket
 import stat
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import limits
 from kvstore.testing import Daemon, running_daemon, start_daemon
 from tests.integration.conftest import WAIT_S, client_of, key, needs_root, payload
 
@@ -176,6 +178,19 @@ def test_a_configuration_file_and_variables_are_read(runtime_dir: Path, tmp_path
         assert client._connection is not None
         assert client._connection._session.require_cache_salt
         assert daemon.tier()["overhead_bytes"] <= 1 << 20
+
+
+def test_descriptors_for_every_session_are_asked_for() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.DESCRIPTORS_PER_SESSION * limits.SESSIONS_MAX
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"this process may have {hard} descriptors only")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with running_daemon() as daemon:
+            assert resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)[0] >= wanted
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_daemon_has_no_child_and_no_inherited_lock(daemon: Daemon) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import steps as steps_module
 from kvstore._native import fill, slot_offset
 from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
 from kvstore.errors import SeedMismatch, Unavailable
@@ -119,6 +120,28 @@ def test_a_process_that_copies_maps_the_arena_ahead_of_use() -> None:
         fill(session.arena.address, session.arena.nbytes, 1)
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         assert faults < 1000  # of 16,384 pages
+
+
+def test_a_put_of_more_chunks_than_the_queue_takes_is_stored_whole(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "QUEUED_OPERATIONS_MAX", 64)
+    with client_of(daemon, chunk_bytes=4096) as client:
+        outcomes = client.put("s", {key(name): payload(name, 4096) for name in range(600)})
+        assert set(outcomes.values()) == {Stored()}
+        assert client.get("s", [key(name) for name in range(600)]) == [payload(name, 4096) for name in range(600)]
+
+
+def test_an_attach_that_fails_half_way_leaves_no_session(daemon: Daemon) -> None:
+    with pytest.raises(ValueError, match=r"a copier of 0 threads"):
+        client_of(daemon, copy_threads=0)
+
+    def only_who_asks() -> bool:
+        sessions = daemon.stats()["sessions"]
+        assert isinstance(sessions, list)
+        return [session["role"] for session in sessions] == ["admin"]
+
+    eventually(only_who_asks, "the daemon forgets the session")
 
 
 def test_threads_share_a_client(client: StoreClient) -> None:

@@ -1,6 +1,7 @@
 """arena.sock from the daemon's side, in one process: pidfds, their absence, and peers that misbehave."""
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import limits
+from kvstore import attach, limits
 from kvstore.attach import ArenaSocket, peer_pidfd
 from kvstore.namespace import canonical_json, seed_fingerprint
 from kvstore.rpc.handover import Hello, Memory, Refusal, decode
@@ -24,7 +25,14 @@ CHUNK_BYTES = 4096
 class Place:
     """A store and its arena.sock on the running loop."""
 
-    def __init__(self, folder: Path, *, pidfd_of: Callable[[socket.socket, int], int | None], rest_ms: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        pidfd_of: Callable[[socket.socket, int], int | None],
+        rest_ms: int,
+        attach_within_ms: int,
+    ) -> None:
         tier = CpuTier(cpu_bytes=1 << 20, index_bytes=None, index_key=b"x" * 16, instance_id=b"i" * 16)
         tier.set_ready(tier.arena_bytes)
         self.store = Store(
@@ -34,6 +42,7 @@ class Place:
         self.arena_socket = ArenaSocket(
             self.store, memory=Memory(tier.arena_bytes, b"x" * 16, b"k" * 32), fds=(tier.arena_fd, tier.table_fd),
             allow_uids=frozenset(), pidfd_of=pidfd_of, rest_ms=rest_ms,
+            attach_within_ms=attach_within_ms,
         )  # fmt: skip
         self.path = folder / "a"
         self.arena_socket.listen(self.path)
@@ -81,9 +90,10 @@ def run(
     *,
     pidfd_of: Callable[[socket.socket, int], int | None] = peer_pidfd,
     rest_ms: int = limits.REST_WITHOUT_PIDFD_MS,
+    attach_within_ms: int = limits.ATTACH_WITHIN_MS,
 ) -> None:
     async def main() -> None:
-        place = Place(tmp_path, pidfd_of=pidfd_of, rest_ms=rest_ms)
+        place = Place(tmp_path, pidfd_of=pidfd_of, rest_ms=rest_ms, attach_within_ms=attach_within_ms)
         try:
             await scene(place)
             assert place.store.problems() == []
@@ -143,6 +153,55 @@ def test_a_peer_that_has_ended_already_gets_nothing(tmp_path: Path) -> None:
         assert place.store._sessions == {}
 
     run(tmp_path, scene, pidfd_of=ended)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_who_cannot_be_watched_for_want_of_descriptors_is_refused(tmp_path: Path, number: int) -> None:
+    """The rest by the clock is no substitute: it could hand out a slot that is still being written."""
+
+    def exhausted(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    async def scene(place: Place) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, str(place.path))
+        refusal = decode(await asyncio.wait_for(loop.sock_recv(sock, 4096), WAIT_S))
+        assert isinstance(refusal, Refusal)
+        assert os.strerror(number) in refusal.reason
+        assert place.store._sessions == {}
+        sock.close()
+
+    run(tmp_path, scene, pidfd_of=exhausted)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ESRCH])
+def test_a_pidfd_that_cannot_be_had_now_is_not_taken_for_one_that_never_can(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def exhausted(_: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(attach, "SO_PEERPIDFD", 9999)  # an older kernel's answer
+    monkeypatch.setattr(os, "pidfd_open", exhausted)
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there, pytest.raises(OSError, match=os.strerror(number)):
+        peer_pidfd(here, os.getpid())
+
+
+def test_who_connects_and_never_attaches_does_not_keep_a_place(tmp_path: Path) -> None:
+    async def scene(place: Place) -> None:
+        attached, session = await place.attached_with_grants(1)
+        idle, _ = await place.connect()
+        place.arena_socket.sweep()
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(idle, 1), WAIT_S) == b""
+        assert list(place.store._sessions.values()) == [session]
+        assert session.connected
+        attached.close()
+        idle.close()
+
+    run(tmp_path, scene, attach_within_ms=0)
 
 
 def test_too_many_sessions_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

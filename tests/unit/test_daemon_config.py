@@ -91,9 +91,13 @@ def test_variables_of_commands_and_of_kubernetes_are_not_settings() -> None:
     ("flags", "message"),
     [
         ({"cpu_bytes": "lots"}, r"--cpu-bytes: 'lots' is not a size"),
+        ({"cpu_bytes": "8388608TiB"}, r"--cpu-bytes: '8388608TiB' is more than any memory has"),
+        ({"index_bytes": "9" * 5000}, r"--index-bytes: '9+' is more than any memory has"),
         ({"cpu_bytes": "1"}, r"--cpu-bytes is 1, less than"),
         ({"metrics_listen": "9765"}, r"--metrics-listen: '9765' is neither HOST:PORT nor off"),
         ({"socket_mode": "0666"}, r"--socket-mode: '0666' is not a mode"),
+        ({"socket_mode": 600}, r"--socket-mode: 600 is not a mode .* in quotes"),
+        ({"runtime_dir": "/tmp/a\0b"}, r"--runtime-dir: '/tmp/a.x00b' is no path"),
         ({"allow_uid": ["root"]}, r"--allow-uid: 'root' is not a numeric user id"),
         ({"allow_uid": ["1000"]}, r"--allow-uid 1000 needs .* --socket-mode is 0600; add --socket-mode 0660"),
         ({"require_cache_salt": "perhaps"}, r"--require-cache-salt: 'perhaps' is neither true nor false"),

@@ -179,8 +179,7 @@ def test_a_table_without_room_refuses_a_commit_and_frees_the_slot() -> None:
     with native_store(400 * 4 * KIB, entries=1) as store:
         stored = 0
         codes: set[int] = set()
-        for number in range(400):
-            [(slot, generation)] = store.index.grant(1, 4 * KIB, 1)
+        for number, (slot, generation) in enumerate(store.index.grant(1, 4 * KIB, 400)):
             [code] = store.index.commit(1, NAMESPACE, [(slot, generation, TENANT, key_of(number), b"")])
             codes.add(code)
             stored += code == _native.STORED
@@ -190,6 +189,21 @@ def test_a_table_without_room_refuses_a_commit_and_frees_the_slot() -> None:
         assert stats["grants"] == 0
         found = store.table().lookup(NAMESPACE, TENANT, [key_of(number) for number in range(400)])[0]
         assert found.count(_native.CPU) == 96
+
+
+def test_a_table_that_fills_up_before_the_tier_makes_room_like_a_full_tier() -> None:
+    with native_store(400 * 4 * KIB, entries=1) as store:
+        refused = set()
+        for number in range(400):
+            [ref] = store.index.grant(1, 4 * KIB, 1)
+            if store.index.commit(1, NAMESPACE, [(*ref, TENANT, key_of(number), b"")]) != [_native.STORED]:
+                refused.add(number)  # its places in the table are taken, by chance
+        assert len(refused) < 20
+        stats = store.index.stats()
+        assert (stats["entries_max"], stats["chunks"]) == (96, 64)
+        newest = sorted(set(range(400)) - refused)[-64:]
+        found = store.table().lookup(NAMESPACE, TENANT, [key_of(number) for number in newest])[0]
+        assert found == bytes([_native.CPU] * 64)
 
 
 def test_a_crowded_table_finds_every_entry() -> None:

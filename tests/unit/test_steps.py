@@ -261,6 +261,12 @@ def test_a_full_queue_drops_touches_first_and_then_turns_commits_into_aborts(
     assert ([at.slot for at in request.aborts], list(request.touches)) == ([4, 5], [])
 
 
+def test_a_full_queue_aborts_no_commit_that_somebody_waits_for(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps_module, "QUEUED_OPERATIONS_MAX", 4)
+    tickets = [steps.commit(slot, 1, TENANT, key(slot), b"", waited_for=True) for slot in range(6)]
+    assert steps.wait(tickets, WAIT_S) == [Outcome.STORED] * 6
+
+
 def test_closing_sends_what_is_queued_and_gives_grants_back(daemon: FakeDaemon, session: FakeSession) -> None:
     steps = Steps(session)  # type: ignore[arg-type]
     steps.want_grants(2)

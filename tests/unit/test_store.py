@@ -128,6 +128,8 @@ def test_processes_of_one_group_must_describe_the_same_chunks(store: Store) -> N
         ("{ }", ProtocolError),
         ('{"x":1.5}', ProtocolError),
         ('{"x":null}', ProtocolError),
+        ("[" * 100_000, ProtocolError),
+        ('{"x":' + "[" * 400 + "]" * 400 + "}", NamespaceMismatch),
         ("{}", NamespaceMismatch),
         (document(chunk_bytes=8192), NamespaceMismatch),
         (document(seed="1"), NamespaceMismatch),
@@ -183,6 +185,17 @@ def test_a_second_living_scheduler_of_a_group_is_refused(store: Store) -> None:
         attach(store, SCHEDULER)
     store.hang_up(first)
     attach(store, SCHEDULER)
+
+
+@pytest.mark.parametrize("name", ["client-1", "client-99", "engine\nERROR forged", "\x1b[31m"])
+def test_a_group_that_others_could_mistake_is_refused(store: Store, name: str) -> None:
+    """A client's group is its own: nobody else commits or aborts its slots. And names end up in the log."""
+    client = attach(store)
+    assert client.group.name == "client-1"
+    for role in (SCHEDULER, WORKER):
+        with pytest.raises(ProtocolError, match=r"does not begin with 'client-', unlike"):
+            attach(store, role, group=name)
+    assert client.group.sessions == {client}
 
 
 def test_more_size_classes_than_the_arena_takes_are_refused_at_attach(store: Store) -> None:
