@@ -20,9 +20,11 @@ from kvstore.session import Attachment, Session
 logger = logging.getLogger("vllm.connector.link")  # below "vllm", so that the engine's own log shows it
 
 START_TIMEOUT_S = 2.0  # how long an engine's start may wait for a daemon that does not answer
-ATTACH_TIMEOUT_S = 5.0
+ATTACH_TIMEOUT_S = 3.0
 BACKOFF_MIN_S = 0.05
 BACKOFF_MAX_S = 1.0
+RECONNECT_S_MAX = 5.0  # after a daemon's return: an attempt that asks the old one still, the pause after it, and some
+assert ATTACH_TIMEOUT_S + BACKOFF_MAX_S < RECONNECT_S_MAX
 CLOSE_TIMEOUT_S = ATTACH_TIMEOUT_S + 1.0
 
 Attached = TypeVar("Attached")

@@ -4,9 +4,12 @@ The daemon's pre-faulting gives the arena its memory, but each process that maps
 touches first: a copy of 128 MiB into slots that this process had not touched took 130 ms, and 20 ms afterwards. So
 every process that copies runs one background thread over the part that the daemon says is ready, until all of it is.
 It changes no byte, and never runs ahead of the daemon, whose business it is to decide when memory is taken. If the
-daemon dies the thread goes on to the end of what was ready and stops with the session.
+daemon dies the thread goes on to the end of what was ready and stops with the session. A process that ends without
+closing its session ends the thread at its exit: one that came back from native code after that would be torn out of
+it, which C++ answers with abort.
 """
 
+import atexit
 import threading
 
 from kvstore._native import Arena, Table, populate
@@ -24,6 +27,7 @@ class Premapping:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-premap", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether all of the arena is mapped by then."""
@@ -31,6 +35,7 @@ class Premapping:
         return not self._thread.is_alive()
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._closing.set()
         self._thread.join()
 

@@ -77,11 +77,14 @@ class Sessions(store_pb2_grpc.SessionsServicer):  # type: ignore[misc]
         session = await _answer(context, lambda: _caller(self._store, context))
         if (earlier := self._streams.get(session)) is not None:
             earlier.cancel()
+            session.told = None
         task = asyncio.current_task()
         assert task is not None
         self._streams[session] = task
         changed = asyncio.Event()
         session.on_group = changed.set
+        if session.told != self._store.group_state(session.group):
+            changed.set()  # it changed while nobody could be told
         writing = asyncio.Lock()
         pushing = asyncio.create_task(self._push_group(session, context, changed, writing))
         try:
@@ -91,6 +94,7 @@ class Sessions(store_pb2_grpc.SessionsServicer):  # type: ignore[misc]
                     await context.write(reply)
         finally:
             pushing.cancel()
+            session.told = None
             if self._streams.get(session) is task:
                 del self._streams[session]
                 session.on_group = None
@@ -102,9 +106,10 @@ class Sessions(store_pb2_grpc.SessionsServicer):  # type: ignore[misc]
         if session.group is not None:
             role = store_pb2.Role.Name(request.role)
             _log.info("pid %d of uid %d attached as %s of %s", session.pid, session.uid, role, session.group.name)
+        session.told = self._store.group_state(session.group)
         return store_pb2.AttachReply(
             instance_id=self._store.instance_id,
-            group=self._store.group_state(session.group),
+            group=session.told,
             require_cache_salt=self._store.require_cache_salt,
         )
 

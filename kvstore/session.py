@@ -16,6 +16,7 @@ import os
 import select
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -110,8 +111,10 @@ class Session:
         """Connect, be checked, and map the memory.
 
         Unavailable (NotAllowed), SeedMismatch, NamespaceMismatch, LimitExceeded, ConfigurationError (the endpoint).
-        `on_lost` is called once, from the watcher's thread, when the daemon hangs up.
+        `timeout_s` bounds the whole call. `on_lost` is called once, from the watcher's thread, when the daemon hangs
+        up.
         """
+        deadline_s = time.monotonic() + timeout_s
         request = _attach_request(attachment)
         grpc_path, arena_path = endpoint_paths(endpoint)
         with contextlib.ExitStack() as undo:
@@ -119,16 +122,20 @@ class Session:
             sock.settimeout(timeout_s)
             try:
                 sock.connect(os.fspath(arena_path))
+                sock.settimeout(_left_s(deadline_s))
                 hello = _expect(sock, Hello)[0]
                 assert isinstance(hello, Hello)
                 channel = grpc.insecure_channel(grpc_target(grpc_path), options=_CHANNEL_OPTIONS)
                 undo.callback(channel.close)
                 metadata = ((TOKEN_METADATA_KEY, hello.token.hex()),)
-                reply = store_pb2_grpc.SessionsStub(channel).Attach(request, metadata=metadata, timeout=timeout_s)
+                reply = store_pb2_grpc.SessionsStub(channel).Attach(
+                    request, metadata=metadata, timeout=_left_s(deadline_s)
+                )
                 memory: Memory | None = None
                 table: Table | None = None
                 arena: Arena | None = None
                 if attachment.role is not Role.ADMIN:
+                    sock.settimeout(_left_s(deadline_s))
                     memory, table, arena = _map(sock, undo)
             except grpc.RpcError as error:
                 raise error_of(error) from None
@@ -289,6 +296,11 @@ def _attach_request(attachment: Attachment) -> store_pb2.AttachRequest:
                 )
         request.namespace_document = canonical_json({**attachment.namespace, **added})
     return request
+
+
+def _left_s(deadline_s: float) -> float:
+    """Never 0, which a socket takes for "do not wait at all"."""
+    return max(0.001, deadline_s - time.monotonic())
 
 
 def _expect(sock: socket.socket, kind: type[Packet]) -> tuple[Packet, list[int]]:

@@ -49,8 +49,8 @@ TOKEN_BYTES = 32
 SEED_FIELD = "seed_fingerprint"
 CHUNK_BYTES_FIELD = "chunk_bytes"
 EPOCH_FIELD = "epoch"
-TIER = "cpu"
 CLIENT_GROUP_PREFIX = "client-"  # of the names that the daemon gives; nobody can join such a group
+TIER = "cpu"
 GRANTED_SHARE_OF_ARENA = 4  # all groups together: a quarter
 
 _OWN_GROUP = 0  # in the index; the groups of processes count from 1
@@ -80,6 +80,8 @@ class Session:
     connected: bool = True
     # Set by the open step stream: called when the group's state changed and nobody asked.
     on_group: Callable[[], None] | None = None
+    # The group's state in the answer to Attach; None once a stream has ended, for what it carried may be lost.
+    told: store_pb2.GroupState | None = None
     # Numbers are per group, and a group has one sender at a time: its client or its scheduler.
     last_number: int = 0
     replies: OrderedDict[int, store_pb2.StepReply] = field(default_factory=OrderedDict)

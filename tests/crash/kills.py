@@ -193,6 +193,12 @@ class Node:
             if self.stats()["instance_id"] == instance_id:
                 raise Violation("two daemons with one instance id")
             wait_until(self.all_attached, "every process has found the new daemon")
+            for member in (self.engine["worker"], *self.clients):
+                before = self.tally.read_rightly(member.row)
+                wait_until(
+                    lambda row=member.row, before=before: self.tally.read_rightly(row) > before,
+                    f"process {member.pid} is served by the new daemon",
+                )
         elif victim == "client":
             number = self.rnd.randrange(CLIENTS)
             self.clients[number].kill()

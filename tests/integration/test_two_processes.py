@@ -4,9 +4,11 @@ import os
 import queue
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from kvstore import steps as steps_module
 from kvstore._native import fill, slot_offset
 from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
 from kvstore.errors import SeedMismatch, Unavailable
+from kvstore.rpc.handover import Hello
 from kvstore.session import Attachment, GroupState, Role, Session
 from kvstore.steps import Steps
 from kvstore.testing import Daemon, running_daemon
@@ -408,3 +411,59 @@ def test_a_scheduler_learns_of_its_workers_without_asking(daemon: Daemon) -> Non
             assert len(steps.wait_grants(3, WAIT_S)) == 3
         assert not states.get(timeout=WAIT_S).complete
         first.close()
+
+
+def test_a_scheduler_whose_workers_came_before_its_stream_learns_of_them_all_the_same(daemon: Daemon) -> None:
+    """After a daemon's restart both halves of an engine attach at once, in any order."""
+    states: queue.Queue[GroupState] = queue.Queue()
+    engine = {"hash_seed": "0", "group": "engine"}
+    worker = Attachment(role=Role.WORKER, namespace={"model": "m"}, chunk_bytes=8192, range_bytes=8192, **engine)
+    with Session.attach(daemon.endpoint, Attachment(role=Role.SCHEDULER, **engine)) as scheduler:
+        assert not scheduler.group_state.complete
+        with Session.attach(daemon.endpoint, worker):
+            Steps(scheduler, on_group=states.put)
+            assert states.get(timeout=WAIT_S).complete
+
+
+def test_a_scheduler_whose_stream_was_broken_meanwhile_learns_of_its_workers(daemon: Daemon) -> None:
+    states: queue.Queue[GroupState] = queue.Queue()
+    engine = {"hash_seed": "0", "group": "engine"}
+    worker = Attachment(role=Role.WORKER, namespace={"model": "m"}, chunk_bytes=8192, range_bytes=8192, **engine)
+    with Session.attach(daemon.endpoint, Attachment(role=Role.SCHEDULER, **engine)) as scheduler:
+        steps = Steps(scheduler, on_group=states.put)
+        steps.settle(WAIT_S)
+        steps._call.cancel()  # type: ignore[union-attr]
+        with Session.attach(daemon.endpoint, worker):
+            while not states.get(timeout=WAIT_S).complete:
+                pass
+
+
+def test_attaching_to_a_daemon_that_says_little_ends_in_time(runtime_dir: Path) -> None:
+    """The time-out is for all of it, not for each of its waits."""
+    runtime_dir.mkdir()
+    timeout_s = 2.0
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as arena,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as grpc_socket,
+    ):
+        arena.bind(os.fspath(runtime_dir / "arena.sock"))
+        grpc_socket.bind(os.fspath(runtime_dir / "kvstore.sock"))
+        arena.listen()
+        grpc_socket.listen()  # and never answers
+
+        def say_hello_late() -> None:
+            connection, _ = arena.accept()
+            threading.Event().wait(0.75 * timeout_s)
+            connection.send(Hello(bytes(32)).encode())
+            connections.append(connection)
+
+        connections: list[socket.socket] = []
+        daemon = threading.Thread(target=say_hello_late)
+        daemon.start()
+        attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
+        started_s = time.monotonic()
+        with pytest.raises(Unavailable):
+            Session.attach(f"unix://{runtime_dir}/kvstore.sock", attachment, timeout_s=timeout_s)
+        assert time.monotonic() - started_s < 1.6 * timeout_s
+        daemon.join()
+        connections[0].close()

@@ -48,10 +48,10 @@ def session(daemon: Daemon) -> Iterator[Session]:
 
 
 def steps_of(channel: grpc.Channel, session: Session, *requests: store_pb2.StepRequest) -> list[store_pb2.StepReply]:
-    """The answers; the daemon's exception when it refuses."""
+    """The answers, without what the daemon says unasked; its exception when it refuses."""
     call = store_pb2_grpc.SessionsStub(channel).Step(iter(requests), metadata=session.metadata, timeout=WAIT_S)
     try:
-        return list(call)
+        return [reply for reply in call if reply.number]
     except grpc.RpcError as error:
         raise error_of(error) from None
 

@@ -10,7 +10,7 @@ from kvstore.testing import running_daemon
 from tests.vllm.support import ARGUMENTS, CPU_BYTES, HASH_SEED, MODEL, MODELS, Store, serving_engine
 
 VLLM_TESTS = Path(__file__).parent
-TEST_S_MAX = 900  # the first test of a module starts its engines
+TEST_S_MAX = 1_800  # the first test of a module starts its engines
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

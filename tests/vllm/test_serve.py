@@ -6,6 +6,8 @@ is for the command.
 """
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -40,7 +42,13 @@ def address(model: Path, store: Store, tmp_path_factory: pytest.TempPathFactory)
     environment.pop("PYTHONPATH", None)
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=environment
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
         )
     try:
         address = f"http://127.0.0.1:{port}"
@@ -48,7 +56,11 @@ def address(model: Path, store: Store, tmp_path_factory: pytest.TempPathFactory)
         yield address
     finally:
         process.terminate()
-        process.wait(STOP_S_MAX)
+        try:
+            process.wait(STOP_S_MAX)
+        except subprocess.TimeoutExpired:  # with all the processes that it started
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _wait_until_healthy(address: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -1,0 +1,266 @@
+"""Two engines on one daemon, and that daemon killed, stopped, replaced and far too small: every request still gets the
+tokens of an engine without a store, and the engines find the store again by themselves."""
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from connector.testing import Completion, Engine, EngineDied, random_prompt
+from kvstore.testing import Daemon, start_daemon
+from tests.vllm.support import (
+    ARGUMENTS,
+    BLOCK_TOKENS,
+    CPU_BYTES,
+    FULL_CHUNKS,
+    HASH_SEED,
+    PROMPT_TOKENS,
+    Store,
+    loaded_chunks,
+    serving_engine,
+)
+
+WAIT_S = 60.0
+STOPPED_S = 10.0
+SMALL_CPU_BYTES = "8MiB"  # some 40 chunks
+WORKING_SET = 12  # prompts, of 8 chunks each
+
+
+class Node:
+    """One runtime directory, and whichever daemon lives there now."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self.runtime_dir = runtime_dir
+        self.start(CPU_BYTES)
+
+    def start(self, cpu_bytes: str) -> None:
+        self.daemon = start_daemon(runtime_dir=self.runtime_dir, cpu_bytes=cpu_bytes, hash_seed=HASH_SEED)
+        self.daemon.wait_until_ready()
+        self.store = Store(self.daemon)
+
+    def kill(self) -> None:
+        self.daemon.kill()
+        self.daemon.log_path.unlink()
+
+    def wait_for_engines(self, count: int) -> None:
+        wait_until(lambda: engines_attached(self.daemon) == count, f"{count} engines are attached")
+
+
+def engines_attached(daemon: Daemon) -> int:
+    """Engines of which every session is listed."""
+    roles = Counter((session["group"], session["role"]) for session in daemon.stats()["sessions"])  # type: ignore[attr-defined]
+    groups = {group for group, role in roles if role == "worker"}
+    return sum(roles[group, "scheduler"] == 1 for group in groups)
+
+
+def wait_until(happened: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not happened():
+        assert time.monotonic() < deadline_s, f"did not happen within {WAIT_S:g} s: {what}"
+        threading.Event().wait(0.02)
+
+
+def granted_and_pinned(daemon: Daemon) -> tuple[int, int]:
+    tier = daemon.tier()
+    return tier["granted_bytes"], tier["pinned_bytes"]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    node = Node(tmp_path_factory.mktemp("r") / "k")
+    yield node
+    node.daemon.assert_sound()
+    assert node.daemon.stop() == 0
+    node.daemon.log_path.unlink()
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path, node: Node, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
+    with (
+        serving_engine(model, node.store, tmp_path_factory.mktemp("first")) as first,
+        serving_engine(model, node.store, tmp_path_factory.mktemp("second")) as second,
+    ):
+        yield first, second
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    """An engine answers one question at a time, so one thread per engine is enough."""
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+def tokens(completions: Sequence[Completion]) -> list[list[int]]:
+    return [completion.tokens for completion in completions]
+
+
+def expected(oracle: Engine, prompts: Sequence[Sequence[int]], *, max_tokens: int = 16) -> list[list[int]]:
+    return [oracle.generate(prompt, max_tokens=max_tokens).tokens for prompt in prompts]
+
+
+def test_each_of_two_engines_is_served_what_the_other_computed(
+    engines: tuple[Engine, Engine], node: Node, oracle: Engine
+) -> None:
+    for seed, (computes, reads) in enumerate([engines, engines[::-1]], 100):
+        prompt = random_prompt(seed, PROMPT_TOKENS)
+        computed = node.store.generate_and_commit(computes, prompt)
+        hits, loaded = node.store.hits(), loaded_chunks(reads)
+        assert tokens([computed, reads.generate(prompt)]) == 2 * expected(oracle, [prompt])
+        node.store.wait_for_hits(hits + FULL_CHUNKS)
+        assert loaded_chunks(reads) - loaded == FULL_CHUNKS
+
+
+def test_a_chunk_that_both_compute_is_stored_once(
+    engines: tuple[Engine, Engine], node: Node, oracle: Engine, background: ThreadPoolExecutor
+) -> None:
+    prompt = random_prompt(110, PROMPT_TOKENS)
+    stores, chunks = node.store.stores(), node.daemon.tier()["chunks"]
+    both = [background.submit(engine.generate, prompt) for engine in engines]
+    assert tokens([one.result() for one in both]) == 2 * expected(oracle, [prompt])
+    node.store.wait_for_stores(stores + FULL_CHUNKS)
+    wait_until(lambda: granted_and_pinned(node.daemon) == (0, 0), "the slots of the slower engine come back")
+    assert node.store.stores() == stores + FULL_CHUNKS
+    assert node.daemon.tier()["chunks"] == chunks + FULL_CHUNKS
+    node.daemon.assert_sound()
+
+
+def test_requests_end_rightly_while_the_daemon_is_stopped(
+    engines: tuple[Engine, Engine], node: Node, oracle: Engine, background: ThreadPoolExecutor
+) -> None:
+    known, new = random_prompt(120, PROMPT_TOKENS), [random_prompt(121 + i, PROMPT_TOKENS) for i in range(3)]
+    right = expected(oracle, [known, *new])
+    node.store.generate_and_commit(engines[0], known)
+    engines[0].reset_prefix_cache()
+    os.kill(node.daemon.pid, signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    try:
+        both = [background.submit(engine.generate_many, [known, *new]) for engine in engines]
+        answers = [one.result() for one in both]
+        threading.Event().wait(max(0.0, stopped_s + STOPPED_S - time.monotonic()))
+        assert _is_stopped(node.daemon)
+    finally:
+        os.kill(node.daemon.pid, signal.SIGCONT)
+    assert [tokens(answer) for answer in answers] == [right, right]
+
+    # It hears of everything in the end, and serves as before.
+    wait_until(lambda: granted_and_pinned(node.daemon) == (0, 0), "nothing stays granted or leased")
+    node.daemon.assert_sound()
+    _stores_and_loads(engines, node, oracle, seed=130)
+
+
+def _is_stopped(daemon: Daemon) -> bool:
+    return Path(f"/proc/{daemon.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_requests_survive_the_daemons_death_and_its_successor_is_found(
+    engines: tuple[Engine, Engine], node: Node, oracle: Engine, background: ThreadPoolExecutor
+) -> None:
+    known, new = random_prompt(140, PROMPT_TOKENS), [random_prompt(141 + i, PROMPT_TOKENS) for i in range(3)]
+    right = expected(oracle, [known, *new], max_tokens=32)
+    stores = node.store.stores()
+    engines[0].generate(known)
+    node.store.wait_for_stores(stores + FULL_CHUNKS)
+    engines[0].reset_prefix_cache()
+    hits = node.store.hits()
+    both = [_generate(background, engine, [known, *new], max_tokens=32) for engine in engines]
+    wait_until(lambda: node.store.hits() > hits or node.store.stores() > stores + FULL_CHUNKS, "the requests run")
+    node.kill()
+    assert [tokens(one.result()) for one in both] == [right, right]
+
+    node.start(CPU_BYTES)
+    node.wait_for_engines(2)
+    assert node.daemon.tier()["chunks"] == 0
+    _stores_and_loads(engines, node, oracle, seed=150)
+
+
+def _generate(
+    background: ThreadPoolExecutor, engine: Engine, prompts: list[list[int]], *, max_tokens: int
+) -> Future[list[Completion]]:
+    return background.submit(engine.generate_many, prompts, max_tokens=max_tokens)
+
+
+def _stores_and_loads(engines: tuple[Engine, Engine], node: Node, oracle: Engine, *, seed: int) -> None:
+    """Of each engine: its first request recomputes and stores, its next equal one hits."""
+    for number, engine in enumerate(engines):
+        prompt = random_prompt(seed + number, PROMPT_TOKENS)
+        right = oracle.generate(prompt).tokens
+        hits = node.store.hits()
+        assert node.store.generate_and_commit(engine, prompt).tokens == right
+        assert node.store.hits() == hits
+        engine.reset_prefix_cache()
+        assert engine.generate(prompt).tokens == right
+        node.store.wait_for_hits(hits + FULL_CHUNKS)
+
+
+def test_a_tier_far_smaller_than_the_working_set_costs_no_token(
+    engines: tuple[Engine, Engine], node: Node, oracle: Engine, background: ThreadPoolExecutor
+) -> None:
+    node.kill()
+    node.start(SMALL_CPU_BYTES)
+    node.wait_for_engines(2)
+    prompts = [random_prompt(160 + i, PROMPT_TOKENS) for i in range(WORKING_SET)]
+    right = dict(enumerate(expected(oracle, prompts)))
+    order = list(range(WORKING_SET))
+    for _ in range(3):
+        for engine in engines:
+            engine.reset_prefix_cache()
+        rounds = [
+            background.submit(lambda engine=engine: [engine.generate(prompts[i]) for i in order]) for engine in engines
+        ]
+        for answers in rounds:
+            assert dict(zip(order, tokens(answers.result()), strict=True)) == right
+        order.reverse()  # or the least recently used would always be the next one asked for
+    tier = node.daemon.tier()
+    assert tier["evictions"] > 0
+    assert tier["hits"] > 0
+    wait_until(lambda: granted_and_pinned(node.daemon) == (0, 0), "nothing stays granted or leased")
+    node.daemon.assert_sound()
+
+
+def test_an_engine_killed_while_it_stores_leaves_nothing_but_right_chunks(
+    engines: tuple[Engine, Engine], node: Node, oracle: Engine, background: ThreadPoolExecutor
+) -> None:
+    node.kill()
+    node.start(CPU_BYTES)
+    node.wait_for_engines(2)
+    survivor, victim = engines
+    prompts = [random_prompt(180 + i, PROMPT_TOKENS) for i in range(8)]
+    running = _generate(background, victim, prompts, max_tokens=32)
+    wait_until(lambda: node.store.stores() > 0, "it stores")
+    os.killpg(victim.process.pid, signal.SIGKILL)
+    assert isinstance(running.exception(WAIT_S), EngineDied)
+    node.wait_for_engines(1)
+    wait_until(lambda: granted_and_pinned(node.daemon) == (0, 0), "what it held is free again")
+    node.daemon.assert_sound()
+
+    hits = node.store.hits()
+    assert tokens(survivor.generate_many(prompts)) == expected(oracle, prompts)
+    wait_until(lambda: node.store.hits() > hits, "what the dead engine committed is loaded")
+    node.daemon.assert_sound()
+
+
+def test_a_preempted_request_is_reloaded_and_gets_the_right_tokens(
+    model: Path, node: Node, oracle: Engine, tmp_path: Path
+) -> None:
+    """Two prompts that fit the engine's 21 blocks only as long as they are short."""
+    prompts = [random_prompt(190 + i, 1_100) for i in range(2)]
+    hits = node.store.hits()
+    engine = serving_engine(model, node.store, tmp_path)
+    engine.arguments = {
+        **ARGUMENTS, "disable_log_stats": False, "enable_prefix_caching": False, "num_gpu_blocks_override": 21,
+        "max_model_len": 20 * BLOCK_TOKENS,
+    }  # fmt: skip
+    with engine:
+        answers = engine.generate_many(prompts, max_tokens=200)
+        counted = engine.metrics()
+        assert counted["vllm:num_preemptions_total"] >= 1
+        assert loaded_chunks(engine) >= 1
+    assert tokens(answers) == expected(oracle, prompts, max_tokens=200)
+    assert node.store.hits() > hits
+    wait_until(lambda: granted_and_pinned(node.daemon) == (0, 0), "nothing stays granted or leased")
