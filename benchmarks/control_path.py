@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.report import Result, main, spread
-from kvstore.client import StoreClient
+from kvstore.client import Lookup, StoreClient
 from kvstore.config import endpoint_paths, grpc_target
 from kvstore.session import Attachment, Role, Session
 from kvstore.steps import Steps
@@ -30,11 +30,12 @@ WAIT_S = 10.0
 
 def measure() -> list[Result]:
     keys = [number.to_bytes(32, "big") for number in range(CHUNKS)]
-    with running_daemon(cpu_bytes="64MiB", verify=False) as daemon:
+    with running_daemon(cpu_bytes="64MiB", arguments=["--index-bytes", "4MiB"], verify=False) as daemon:
         namespace = {"model": "benchmark"}
         with StoreClient.attach(daemon.endpoint, namespace=namespace, chunk_bytes=CHUNK_BYTES, hash_seed="0") as store:
             for begin in range(0, CHUNKS, 256):
                 store.put(None, dict.fromkeys(keys[begin : begin + 256], bytes(CHUNK_BYTES)))
+            assert set(store.lookup(None, keys)) == {Lookup.CPU}
         attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace=namespace, chunk_bytes=CHUNK_BYTES)
         with Session.attach(daemon.endpoint, attachment) as session:
             return [*_lookups(session, keys), _round_trip(session, daemon.endpoint, keys)]
