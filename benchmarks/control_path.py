@@ -1,6 +1,6 @@
 """What does the control path cost: a lookup of 256 keys, and a round trip to the daemon?
 
-One daemon, this process attached to it, 4,096 chunks of 4 KiB in the table. The lookup is what a scheduler does in the
+One daemon, this process attached to it, 4,096 chunks of 4 KiB in a table sized for 8,192. The lookup is what a scheduler does in the
 step that asks: from a list of keys as `bytes` to places, digests included, without asking anybody. Its limit is 35 us;
 a peer's daemon answers the same question in 346 us. The round trip, one step message with 64 touches, is off the
 scheduler's path; its limit is an empty gRPC call on the same socket.
@@ -30,7 +30,7 @@ WAIT_S = 10.0
 
 def measure() -> list[Result]:
     keys = [number.to_bytes(32, "big") for number in range(CHUNKS)]
-    with running_daemon(cpu_bytes="64MiB", arguments=["--index-bytes", "4MiB"], verify=False) as daemon:
+    with running_daemon(cpu_bytes="1GiB", verify=False) as daemon:
         namespace = {"model": "benchmark"}
         with StoreClient.attach(daemon.endpoint, namespace=namespace, chunk_bytes=CHUNK_BYTES, hash_seed="0") as store:
             for begin in range(0, CHUNKS, 256):
