@@ -1,7 +1,7 @@
 """What does the control path cost: a lookup of 256 keys, and a round trip to the daemon?
 
-One daemon, this process attached to it, 4,096 chunks of 4 KiB in a table sized for 8,192. The lookup is what a scheduler
-does in the step that asks: from a list of keys as `bytes` to places, digests included, without asking anybody. Its
+One daemon, this process attached to it, 4,096 chunks of 4 KiB in a table for 8,192. The lookup is what a scheduler does
+in the step that asks: from a list of keys as `bytes` to places, digests included, without asking anybody. Its
 limit is 35 us; a peer's daemon answers the same question in 346 us. The round trip, one step message with 64 touches,
 is off the scheduler's path; its limit is an empty gRPC call on the same socket.
 """
