@@ -2,13 +2,21 @@
 PY := .venv/bin/python
 CXX_FILES = $(shell git ls-files 'native/*.cpp' 'native/*.h')
 
-.PHONY: setup test lint demo bench protos
+.PHONY: setup test test-vllm lint demo bench protos
 
 setup:
 	@tools/setup.sh
 
 test: setup
 	$(PY) -m pytest
+
+# Another CPU build of vLLM, in an environment of its own: make test-vllm VERSION=0.31.0 [ARGS="tests/vllm/test_engine.py"]
+# runs the connector's unit tests, then real engines.
+ARGS ?= $(wildcard tests/unit/test_connector_*.py) tests/unit/test_identity.py tests/vllm
+test-vllm:
+	@[ -n "$(VERSION)" ] || { echo "which one? make test-vllm VERSION=0.31.0"; exit 2; }
+	@tools/setup.sh $(VERSION)
+	.venv-vllm-$(VERSION)/bin/python -m pytest $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check

@@ -2,11 +2,12 @@
 
 One process keeps up its attachment as the connector does, with `Link`. A lookup of 256 keys is timed while the daemon
 runs, while it is stopped (SIGSTOP), and while it is dead: a request may lose 200 ms to a dead daemon in all, and it
-asks once. Then a new daemon starts in the same place, and two times are taken from its ready line on: until this
-process is attached, and until it has a hit again, which it must first store. Both may take 5 s. The time out of
-service is long enough for the pauses between attempts to have grown to their longest.
+asks once. Then a new daemon starts in the same place, and two times are taken from the start of its process on, its
+own start included: until this process is attached, and until it has a hit again, which it must first store. Both may
+take 5 s. The time out of service is long enough for the pauses between attempts to have grown to their longest.
 """
 
+import logging
 import os
 import signal
 import tempfile
@@ -24,7 +25,7 @@ from kvstore.steps import Outcome, Steps
 from kvstore.testing import running_daemon
 
 CHUNK_BYTES = 2 << 20
-CPU_BYTES = "256MiB"
+CPU_BYTES = "64MiB"
 LOOKUP_KEYS = 256
 LOOKUPS = 200
 OUTAGES = 5
@@ -39,9 +40,11 @@ POLL_S = 0.001
 class Attached:
     session: Session
     steps: Steps
+    since_s: float
 
 
 def measure() -> list[Result]:
+    logging.getLogger("vllm.connector.link").setLevel(logging.ERROR)  # that a daemon is lost is no news here
     keys = [number.to_bytes(32, "big") for number in range(LOOKUP_KEYS)]
     lookups: dict[str, list[float]] = {"runs": [], "is stopped": [], "is dead": []}
     attached_s, hit_s = [], []
@@ -54,6 +57,7 @@ def measure() -> list[Result]:
                     link = _link(daemon.endpoint)
                     link.start()
                     _store(link, keys[0])
+                _wait_until(lambda link=link: link.current is not None)
                 lookups["runs"] += _lookup_times_ms(link, keys)
                 os.kill(daemon.pid, signal.SIGSTOP)
                 lookups["is stopped"] += _lookup_times_ms(link, keys)
@@ -61,12 +65,13 @@ def measure() -> list[Result]:
             assert link is not None
             lookups["is dead"] += _lookup_times_ms(link, keys)
             threading.Event().wait(DOWN_S)
+            started_s = time.monotonic()
             with running_daemon(runtime_dir=runtime_dir, cpu_bytes=CPU_BYTES, verify=False) as daemon:
-                ready_s = time.monotonic()
                 _wait_until(lambda link=link: link.current is not None)
-                attached_s.append(time.monotonic() - ready_s)
+                assert link.current is not None
+                attached_s.append(link.current.since_s - started_s)
                 _store(link, keys[0])
-                hit_s.append(time.monotonic() - ready_s)
+                hit_s.append(time.monotonic() - started_s)
                 daemon.kill()
         assert link is not None
         link.close()
@@ -74,8 +79,8 @@ def measure() -> list[Result]:
         Result.of(f"lookup of {LOOKUP_KEYS} keys, daemon {state}", times, "ms", [LOST_MS_MAX])
         for state, times in lookups.items()
     ]
-    results.append(Result.of("daemon ready to attached again", attached_s, "s", [RETURN_S_MAX]))
-    results.append(Result.of("daemon ready to first hit", hit_s, "s", [RETURN_S_MAX]))
+    results.append(Result.of("start of a new daemon to attached", attached_s, "s", [RETURN_S_MAX]))
+    results.append(Result.of("start of a new daemon to first hit", hit_s, "s", [RETURN_S_MAX]))
     return results
 
 
@@ -84,7 +89,7 @@ def _link(endpoint: str) -> Link[Attached]:
     return Link(
         endpoint,
         attachment,
-        on_attached=lambda session: Attached(session, Steps(session)),
+        on_attached=lambda session: Attached(session, Steps(session), time.monotonic()),
         on_detached=lambda attached: attached.steps.close(),
     )
 

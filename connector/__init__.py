@@ -14,6 +14,9 @@ __all__ = ["KVStoreConnector"]
 
 def __getattr__(name: str) -> object:
     if name == "KVStoreConnector":
+        from connector.compat import require_supported_version
+
+        require_supported_version()
         from connector.plugin import KVStoreConnector
 
         return KVStoreConnector

@@ -15,6 +15,7 @@ _KEYS = (
     "require_cache_salt",
     "prefetch_policy",
     "prefetch_timeout_ms",
+    "tp_lcm_size",
     "self_describing_kv_events",
     "canonical_layout",
 )
@@ -34,6 +35,7 @@ class ConnectorConfig:
     prefetch_wait_ms: (
         int  # the most that a request waits for chunks that are only on disk; 0: what is not there is a miss
     )
+    tp_lcm_size: int | None  # of the tensor parallel sizes that share chunks; None: the engine's own size
     self_describing_kv_events: bool  # vLLM's own
 
     @classmethod
@@ -46,11 +48,17 @@ class ConnectorConfig:
                         f"kv_connector_extra_config: {key}={value!r}, but KVStoreConnector brings its own "
                         f"({_SET_BY_US[key]!r}); leave the key out"
                     )
+            elif key == "sync_load_budget_bytes":  # vLLM 0.33
+                raise ValueError(
+                    f"kv_connector_extra_config: {key}={value!r} makes loads end within the step, but a load that "
+                    "fails there can be reported only after its bytes were used; leave the key out"
+                )
             elif key not in _KEYS:
                 raise ValueError(f"kv_connector_extra_config: unknown key {key!r}{_suggestion(key)}")
-        # vLLM reads these two itself, but its own messages name neither the key nor the value.
+        # vLLM reads the first two itself, but its own messages name neither the key nor the value.
         for key in ("block_size", "blocks_per_chunk"):
             _positive(raw, key)
+        tp_lcm_size = _positive(raw, "tp_lcm_size")
         if raw.get("block_size") is not None and raw.get("blocks_per_chunk") is not None:
             raise ValueError(
                 f"kv_connector_extra_config: block_size={raw['block_size']!r} (tokens) and "
@@ -66,6 +74,7 @@ class ConnectorConfig:
             offload_prompt_only=_boolean(raw, "offload_prompt_only", False),
             require_cache_salt=_boolean(raw, "require_cache_salt", False),
             prefetch_wait_ms=_prefetch_wait_ms(raw),
+            tp_lcm_size=tp_lcm_size,
             self_describing_kv_events=_boolean(raw, "self_describing_kv_events", False),
         )
 
@@ -123,7 +132,10 @@ def _boolean(raw: Mapping[str, object], key: str, default: bool) -> bool:
     return value
 
 
-def _positive(raw: Mapping[str, object], key: str) -> None:
+def _positive(raw: Mapping[str, object], key: str) -> int | None:
     value = raw.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"kv_connector_extra_config: {key}={value!r} must be a whole number above 0")
+    return value

@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from connector.pages import PageHeads
+
 # vLLM is imported inside the functions that ask it something: importing it takes many seconds, and weights and
 # documents are examined by tools and tests that run no engine.
 
 ENGINE_FAMILY = "vllm"
-LAYOUT_FORMAT_VERSION = 1
+LAYOUT_FORMAT_VERSION = 2
 """Raised whenever the order of bytes within a chunk changes."""
 
 WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -205,10 +207,13 @@ def namespace_document(
     kv_caches: Mapping[str, "torch.Tensor"],
     attention_backend: str,
     tp_lcm_size: int,
+    heads: Sequence["PageHeads"] | None,
     group: int = 0,
 ) -> dict[str, object]:
     """All that must be equal for chunks of this KV cache group to be interchangeable; the session adds chunk bytes and
     the seed's fingerprint. `kv_caches` is what vLLM registered: [blocks, heads, tokens, content] per layer.
+    `heads` is each layer's, if the layout is free of how the ranks share them; None: chunks are of use only to engines
+    that are split in the same way.
 
     ValueError when the weights cannot be identified, TypeError for a setting that has no single spelling.
     """
@@ -222,8 +227,8 @@ def namespace_document(
     cache = vllm_config.cache_config
     tokens_per_block = group_config.tokens_per_block
     layers = list(group_config.layer_names)
-    pages, page_of_layer = _pages(kv_caches, layers, kv_cache_config.num_blocks)
-    return {
+    pages, page_of_layer = _pages(kv_caches, layers, kv_cache_config.num_blocks, heads)
+    document: dict[str, object] = {
         "engine": ENGINE_FAMILY,
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "model": _model(model, vllm_config.load_config),
@@ -254,15 +259,16 @@ def namespace_document(
             "pages": pages,
             "page_of_layer": page_of_layer,
         },
-        # Until the layout is free of them, chunks of another split are another thing.
-        "parallel": {
+    }
+    if heads is None:
+        document["parallel"] = {
             "tensor": parallel.tensor_parallel_size,
             "pipeline": parallel.pipeline_parallel_size,
             "prefill_context": parallel.prefill_context_parallel_size,
             "decode_context": parallel.decode_context_parallel_size,
             "ranks": parallel.world_size,
-        },
-    }
+        }
+    return document
 
 
 def _model(model: "ModelConfig", load_config: Any) -> dict[str, object]:
@@ -305,19 +311,27 @@ def _speculative(vllm_config: "VllmConfig") -> dict[str, object]:
 
 
 def _pages(
-    kv_caches: Mapping[str, "torch.Tensor"], layers: Sequence[str], num_blocks: int
+    kv_caches: Mapping[str, "torch.Tensor"], layers: Sequence[str], num_blocks: int, heads: Sequence["PageHeads"] | None
 ) -> tuple[list[dict[str, object]], list[int]]:
-    """How one block of each layer lies in memory: the distinct descriptions, and which of them each layer has."""
+    """How one block of each layer lies in memory: the distinct descriptions, and which of them each layer has.
+
+    Where the layout is free of the ranks, a page is the one of all heads: a head's bytes lie together, so sizes and
+    rows say where each byte is.
+    """
     pages: list[dict[str, object]] = []
     page_of_layer = []
-    for name in layers:
+    for i, name in enumerate(layers):
         tensor = kv_caches[name]
+        shape, strides = list(tensor.shape[1:]), list(tensor.stride()[1:])
         page: dict[str, object] = {
             "kernel_blocks": tensor.shape[0] // num_blocks,
-            "shape": list(tensor.shape[1:]),
-            "strides": list(tensor.stride()[1:]),
             "dtype": _plain(tensor.dtype, "dtype"),
         }
+        if heads is None or heads[i].dimension is None:
+            page |= {"shape": shape, "strides": strides}
+        else:
+            shape[heads[i].dimension - 1] = heads[i].heads
+            page |= {"shape": shape, "rows": heads[i].rows}
         if page not in pages:
             pages.append(page)
         page_of_layer.append(pages.index(page))

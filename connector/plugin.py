@@ -27,6 +27,7 @@ from vllm.v1.request import Request
 
 from connector import identity
 from connector.config import ConnectorConfig
+from connector.layout import tp_problem
 from connector.messages import WorkerOutcomes
 from connector.scheduler import SchedulerHalf
 from connector.spec import Engine, building
@@ -34,13 +35,12 @@ from connector.worker import WorkerHalf
 
 logger = logging.getLogger("vllm.connector.plugin")
 
-TP_LCM_SIZE = 1  # one rank, one shard
-
 
 class KVStoreConnector(OffloadingConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         config = _read_config(vllm_config)
         _require_served(vllm_config, kv_cache_config)
+        _require_tp(vllm_config, config)
         self._reset_in_this_step = False
         self._engine = Engine(config, vllm_config, kv_cache_config, identity.engine_hash_seed())
         with building(self._engine):
@@ -64,14 +64,7 @@ class KVStoreConnector(OffloadingConnector):
     # ---- the worker's process
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        layer_names = self._engine.kv_cache_config.kv_cache_groups[0].layer_names
-        self._engine.namespace = identity.namespace_document(
-            self._engine.vllm_config,
-            self._engine.kv_cache_config,
-            kv_caches=kv_caches,
-            attention_backend=identity.attention_backend(self._engine.vllm_config, layer_names),
-            tp_lcm_size=TP_LCM_SIZE,
-        )
+        self._engine.kv_caches = kv_caches
         super().register_kv_caches(kv_caches)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -168,13 +161,12 @@ def _read_config(vllm_config: VllmConfig) -> ConnectorConfig:
 def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """ValueError for an engine that this version cannot serve, before anything is built."""
     parallel = vllm_config.parallel_config
-    if parallel.world_size != 1:
-        raise ValueError(
-            f"KVStoreConnector serves engines of one rank for now, and this one has world_size={parallel.world_size} "
-            f"(tensor_parallel_size={parallel.tensor_parallel_size}, "
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}): start it with both at 1, or without "
-            "--kv-transfer-config"
-        )
+    for option in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, option)) != 1:
+            raise ValueError(
+                f"KVStoreConnector serves tensor parallel engines for now, and this one has {option}={size}: start it "
+                "with 1, or without --kv-transfer-config"
+            )
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
@@ -194,6 +186,15 @@ def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             f"KVStoreConnector copies from the memory of vLLM's CPU platform for now, and this engine runs on "
             f"{current_platform.device_type}: start it without --kv-transfer-config"
         )
+
+
+def _require_tp(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
+    """ValueError when the tensor parallel sizes that are to share chunks cannot."""
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    model = vllm_config.model_config
+    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    if problem := tp_problem(tp_size, config.tp_lcm_size or tp_size, heads):
+        raise ValueError(f"kv_connector_extra_config: {problem}")
 
 
 def _mention_failure_policy(vllm_config: VllmConfig) -> None:

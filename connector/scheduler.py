@@ -34,9 +34,8 @@ from vllm.v1.kv_offload.base import (
     TierFilter,
     get_offload_block_hash,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from connector import metrics
+from connector import compat, metrics
 from connector.link import Link
 from connector.messages import ChunkSpec
 from kvstore._native import CPU, FS, MISS, PENDING, class_bytes
@@ -335,10 +334,10 @@ class SchedulerHalf(OffloadingManager):
             prefetch.over = True
         return () if prefetch.over else frozenset(below)
 
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> object:
         record = req_context.get_state(RequestRecord)
         from_disk = record is not None and get_offload_block_hash(key) in record.prefetched
-        return CacheHitSource.DISK if from_disk else CacheHitSource.HOST
+        return compat.DISK if from_disk else compat.HOST_MEMORY
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkSpec:
         record = req_context.get_state(RequestRecord)
@@ -364,7 +363,11 @@ class SchedulerHalf(OffloadingManager):
         attached = self._usable()
         if record is None or not record.served or not self._rules.stores or not keys:
             return _store_nothing()
-        positions = [self._position(key, req_context) for key in keys]
+        place_of = self._places(record, keys, req_context)
+        keys = [key for key in keys if key in place_of]
+        if not keys:
+            return _store_nothing()
+        positions = [place_of[key] for key in keys]
         assert positions == sorted(positions), f"chunks offered out of order: {positions}"
         if attached is None:
             self._refuse(record, positions[0], len(positions))
@@ -412,10 +415,14 @@ class SchedulerHalf(OffloadingManager):
             self._storing[tenant, chunk_key] = job
         return PrepareStoreOutput([key for _, key, _, _ in wanted], job.spec, evicted_keys=[])
 
-    def _position(self, key: OffloadKey, req_context: ReqContext) -> int:
-        end_token = req_context.get_offload_key_position(key)
-        assert end_token is not None, f"a chunk offered without its place in request {req_context.req_id}"
-        return end_token // self._geometry.tokens_per_chunk - 1
+    def _places(
+        self, record: RequestRecord, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> dict[OffloadKey, int]:
+        """Which chunk of the request each key is."""
+        geometry = self._geometry
+        tokens_per_hash = geometry.tokens_per_chunk // geometry.hashes_per_chunk
+        ends = compat.end_tokens(keys, req_context, record.hashes, tokens_per_hash)
+        return {key: end // geometry.tokens_per_chunk - 1 for key, end in ends.items()}
 
     def _parent(self, record: RequestRecord, position: int) -> bytes:
         if position == 0 or not self._geometry.names_parents:

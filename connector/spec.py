@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 from vllm.v1.kv_offload.base import (
@@ -24,9 +25,10 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from connector import identity, metrics
 from connector.config import ConnectorConfig
 from connector.link import Link
+from connector.pages import rank_pages
 from connector.scheduler import Attached, Geometry, Probe, Rules, SchedulerHalf
 from connector.transfer import HostTransfer, Mapped
-from connector.worker import WorkerHalf, layout_of
+from connector.worker import WorkerHalf
 from kvstore.session import Attachment, Role, Session
 from kvstore.steps import Steps
 
@@ -39,7 +41,7 @@ class Engine:
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
     hash_seed: str
-    namespace: Mapping[str, object] = field(default_factory=dict)  # worker: known when the KV cache is registered
+    kv_caches: Mapping[str, torch.Tensor] = field(default_factory=dict)  # worker: as vLLM registered it
 
     @property
     def group(self) -> str:
@@ -122,8 +124,28 @@ class KVStoreSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> WorkerHalf:
         engine = self._engine
-        layout, regions = layout_of(kv_caches, self.blocks_per_chunk)
-        transfer = HostTransfer(layout, regions)
+        parallel = self.config.parallel
+        group = engine.kv_cache_config.kv_cache_groups[self.config.groups[0].group_id]
+        tp_lcm_size = engine.config.tp_lcm_size or engine.vllm_config.parallel_config.tensor_parallel_size
+        pages = rank_pages(
+            kv_caches,
+            blocks_per_chunk=self.blocks_per_chunk,
+            group=group,
+            kv_caches=engine.kv_caches,
+            tp_lcm_size=tp_lcm_size,
+            rank=parallel.rank,
+            ranks=parallel.world_size,
+        )
+        namespace = identity.namespace_document(
+            engine.vllm_config,
+            engine.kv_cache_config,
+            kv_caches=engine.kv_caches,
+            attention_backend=identity.attention_backend(engine.vllm_config, group.layer_names),
+            tp_lcm_size=tp_lcm_size,
+            heads=pages.heads,
+        )
+        layout = pages.layout
+        transfer = HostTransfer(layout, pages.regions)
 
         def map_arena(session: Session) -> Mapped:
             return transfer.map(session.instance_id, session.table, session.arena)
@@ -134,12 +156,12 @@ class KVStoreSpec(OffloadingSpec):
                 role=Role.WORKER,
                 hash_seed=engine.hash_seed,
                 group=engine.group,
-                rank=self.config.parallel.rank,
-                world_size=self.config.parallel.world_size,
-                namespace=engine.namespace,
+                rank=parallel.rank,
+                world_size=parallel.world_size,
+                namespace=namespace,
                 chunk_bytes=layout.chunk_bytes,
-                range_offset=0,
-                range_bytes=layout.chunk_bytes,
+                range_offset=layout.range_offset,
+                range_bytes=layout.range_bytes,
             ),
             on_attached=map_arena,
             on_detached=transfer.unmap,

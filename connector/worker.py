@@ -15,17 +15,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import (
-    CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
     TransferResult,
 )
 
-from connector.layout import ChunkLayout, LayerPages
 from connector.link import Link
 from connector.messages import ChunkSpec
-from connector.transfer import HostTransfer, Mapped, Region
+from connector.transfer import HostTransfer, Mapped
 
 logger = logging.getLogger("vllm.connector.worker")
 
@@ -53,7 +51,10 @@ class WorkerHalf(OffloadingWorker):
         self._submit(job_id, dst_spec, src_spec, is_load=False)
         return True
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        assert not expedited, f"load {job_id} within the step: its failure would be reported after its bytes were used"
         self._submit(job_id, src_spec, dst_spec, is_load=True)
         return True
 
@@ -118,23 +119,3 @@ class WorkerHalf(OffloadingWorker):
     def shutdown(self) -> None:
         self._link.close()  # takes the arena away first: the last copy ends before the session does
         self._transfer.close()
-
-
-def layout_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> tuple[ChunkLayout, list[Region]]:
-    """The layout of the only KV cache group, and the engine's memory. Holds for one rank, where a canonical page is
-    the rank's own page."""
-    (refs,) = kv_caches.group_data_refs
-    layers, storages = [], {}
-    for ref in refs:
-        tensor = kv_caches.tensors[ref.tensor_idx].tensor
-        assert tensor.device.type == "cpu", f"KV cache on {tensor.device}"
-        assert tensor.element_size() == 1, f"KV cache as {tensor.dtype}"
-        mapping = ref.mapping
-        assert mapping is None or mapping.canonical_page_size_bytes == ref.page_size_bytes, (
-            f"a canonical page of {mapping.canonical_page_size_bytes} bytes from pages of {ref.page_size_bytes}"
-        )
-        layers.append(LayerPages(tensor.data_ptr(), tensor.stride(0), ref.page_size_bytes))
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = Region(storage.data_ptr(), storage.nbytes())
-    block_count = kv_caches.tensors[refs[0].tensor_idx].tensor.shape[0]
-    return ChunkLayout(layers, blocks_per_chunk=blocks_per_chunk, block_count=block_count), list(storages.values())

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -184,6 +185,7 @@ class StoreClient:
         keys = list(buffers)
         _require_keys(keys)
         targets = [_bytes_of(key, buffer, self.chunk_bytes, writable=True) for key, buffer in buffers.items()]
+        _require_apart(keys, targets)
         connection = self._enter()
         try:
             return connection.get_into(connection.tenant(salt), keys, targets, timeout_s)
@@ -496,11 +498,24 @@ def _bytes_of(key: bytes, buffer: "Buffer", chunk_bytes: int, *, writable: bool)
     view = memoryview(buffer)
     if view.nbytes != chunk_bytes or not view.contiguous or (writable and view.readonly):
         kind = "writable, contiguous" if writable else "contiguous"
-        found = f"{'' if view.contiguous else 'not contiguous, '}{'read-only, ' if view.readonly else ''}{view.nbytes}"
-        raise WrongSize(
-            f"the buffer of key {key.hex()} must be {kind} and {chunk_bytes} bytes long; it is {found} bytes"
-        )
+        found = f"{view.nbytes} bytes"
+        if writable and view.readonly:
+            found = f"read-only, {found}"
+        if not view.contiguous:
+            found = f"not contiguous, {found}"
+        raise WrongSize(f"the buffer of key {key.hex()} must be {kind} and {chunk_bytes} bytes long; it is {found}")
     return np.frombuffer(view, np.uint8)
+
+
+def _require_apart(keys: Sequence[bytes], targets: Sequence[NDArray[np.uint8]]) -> None:
+    """Two chunks in one memory would both be reported as loaded, and one of them be the other. WrongSize."""
+    ordered = sorted(zip(map(_address_of, targets), keys, targets, strict=True), key=lambda entry: entry[0])
+    for (address, key, target), (next_address, next_key, _) in pairwise(ordered):
+        if next_address < address + target.nbytes:
+            raise WrongSize(
+                f"the buffers of keys {key.hex()} and {next_key.hex()} overlap by "
+                f"{address + target.nbytes - next_address} bytes; give each key memory of its own"
+            )
 
 
 def _address_of(array: NDArray[np.uint8]) -> int:

@@ -12,7 +12,8 @@ Invariants, each kept after every call:
   group had when it was granted, and the group is not refused.
 * One namespace document and one chunk size per group, from its first process that brings one to its last process.
 * At most one scheduler of a group is connected; at most one connected worker has a rank; the connected workers' ranges
-  do not overlap, and a group is complete only when they tile one chunk.
+  are equal (ranks that hold the same bytes and take turns to write them) or do not overlap, and a group is complete
+  only when they tile one chunk.
 * A message's number is one more than the last one's. A number seen before is answered as before and not applied again.
 * Grants in flight: per group at most the larger of 64 slots and a sixteenth of the arena; all together a quarter of
   the arena; and a group that holds none may always have one.
@@ -115,9 +116,11 @@ class Group:
             return False
         if any(session.role == store_pb2.ROLE_CLIENT for session in self.sessions):
             return True
-        return sum(worker.range_bytes for worker in self.workers()) == self.chunk_bytes and (
-            len(self.workers()) == self.world_size
-        )
+        return len(self.workers()) == self.world_size and self.covered_bytes() == self.chunk_bytes
+
+    def covered_bytes(self) -> int:
+        """Bytes of a chunk that connected workers own."""
+        return sum(nbytes for _, nbytes in {(worker.range_offset, worker.range_bytes) for worker in self.workers()})
 
 
 class Store:
@@ -871,12 +874,13 @@ def _require_range(group: Group, request: store_pb2.AttachRequest) -> None:
         other_begin, other_end = worker.range_offset, worker.range_offset + worker.range_bytes
         if worker.rank == request.rank:
             raise NamespaceMismatch(f"rank {worker.rank} of group {group.name} is attached already (pid {worker.pid})")
-        if begin < other_end and other_begin < end:
+        if (begin, end) != (other_begin, other_end) and begin < other_end and other_begin < end:
             raise NamespaceMismatch(
-                f"ranks {request.rank} and {worker.rank} of group {group.name} both own bytes of a chunk: "
-                f"{begin} to {end} and {other_begin} to {other_end}"
+                f"ranks {request.rank} and {worker.rank} of group {group.name} both own bytes of a chunk, but not the "
+                f"same: {begin} to {end} and {other_begin} to {other_end}"
             )
-    covered = request.range_bytes + sum(worker.range_bytes for worker in workers)
+    shared = any((begin, request.range_bytes) == (worker.range_offset, worker.range_bytes) for worker in workers)
+    covered = group.covered_bytes() + (0 if shared else request.range_bytes)
     if len(workers) + 1 == group.world_size and covered != request.chunk_bytes:
         raise NamespaceMismatch(
             f"the {group.world_size} ranks of group {group.name} own {covered} of a chunk's {request.chunk_bytes} "

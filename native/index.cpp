@@ -19,7 +19,8 @@ Index::Index(std::shared_ptr<Mapping> table, std::shared_ptr<Mapping> arena, std
       arena_bytes_(arena_bytes),
       index_key_(index_key),
       table_(table_memory_->data(), TableShape::for_bytes(table_memory_->size(), arena_bytes, unit_bytes), instance_id),
-      slabs_(arena_bytes, unit_bytes) {}
+      slabs_(arena_bytes, unit_bytes),
+      chunks_max_(table_.place_count() - table_.place_count() / TABLE_EMPTY_SHARE) {}
 
 // ---- Grants ----
 
@@ -125,8 +126,12 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     }
     const bool in_lower = table_.where(digest) != Where::MISS;  // an entry without a record, as `find` said
     if (in_lower) erase_lower(digest);
+    const std::uint32_t kept =
+        commit.parent.empty() ? NO_RECORD : find(hasher(commit.parent), name_space, commit.tenant, commit.parent);
+    if (chunk_count_ >= chunks_max_) evict_oldest(kept);
     const std::uint32_t number = new_record();
-    if (number == NO_RECORD || !insert_chunk(digest, commit.at, number)) {
+    const auto insert = [&] { return insert_chunk(digest, commit.at, number); };
+    if (number == NO_RECORD || !(insert() || (make_place(digest, kept) && insert()))) {
         if (in_lower) insert_lower(digest, Where::FS);
         if (number != NO_RECORD) free_records_.push_back(number);
         drop_grant(group, commit.at.slot);
@@ -325,6 +330,17 @@ void Index::end_group(std::uint64_t group) {
 
 // ---- Eviction ----
 
+// The table, and not the arena, is what is full: of all classes' chunks the one that goes first, but not `kept`.
+void Index::evict_oldest(std::uint32_t kept) {
+    const Victim* oldest = nullptr;
+    for (const auto& [class_bytes, victims] : victims_) {
+        auto first = victims.begin();
+        if (first != victims.end() && first->record == kept) ++first;
+        if (first != victims.end() && (oldest == nullptr || *first < *oldest)) oldest = &*first;
+    }
+    if (oldest != nullptr) evict(oldest->record);
+}
+
 bool Index::make_room(std::uint64_t class_bytes, Move& move) {
     if (!move.looked) {
         for (const auto& slab : slabs_.slabs()) {
@@ -346,6 +362,21 @@ bool Index::make_room(std::uint64_t class_bytes, Move& move) {
     move_slabs(*move.window);
     move.done = true;
     return true;
+}
+
+// No place is free where the table looks for this digest: of the few chunks there, the one that goes first, if need be
+// from under its children, but not `kept`.
+bool Index::make_place(const Digest& digest, std::uint32_t kept) {
+    std::optional<std::pair<bool, Victim>> oldest;
+    for (const std::uint32_t number : table_.within_reach(digest)) {
+        if (number == NO_RECORD) continue;
+        const Record& record = records_[number];
+        if (number == kept || is_held(record)) continue;
+        const std::pair candidate(record.children > 0, victim(number));
+        if (!oldest || candidate < *oldest) oldest = candidate;
+    }
+    if (oldest) evict(oldest->second.record);
+    return oldest.has_value();
 }
 
 void Index::find_newest(Slab& slab) const {

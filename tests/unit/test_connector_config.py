@@ -35,11 +35,12 @@ def test_without_an_endpoint_the_daemons_own_default_is_used(monkeypatch):
         ({"endpont": "unix:///x"}, ["'endpont'", "did you mean 'endpoint'"]),
         ({"offload_promt_only": True}, ["'offload_promt_only'", "'offload_prompt_only'"]),
         ({"xyzzy": 1}, ["'xyzzy'", "known keys are endpoint"]),
-        ({"tp_lcm_size": 2}, ["unknown key 'tp_lcm_size'"]),  # not before it exists
+        ({"tp_lcm_size": 0}, ["tp_lcm_size=0", "above 0"]),
         ({"admission": "model"}, ["unknown key 'admission'"]),
         ({"offload_prompt_only": "yes"}, ["offload_prompt_only='yes'", "true or false"]),
         ({"require_cache_salt": 1}, ["require_cache_salt=1", "true or false"]),
         ({"canonical_layout": False}, ["canonical_layout=False", "leave the key out"]),
+        ({"sync_load_budget_bytes": 1 << 20}, ["sync_load_budget_bytes=1048576", "leave the key out"]),
         ({"spec_name": "CPUOffloadingSpec"}, ["'CPUOffloadingSpec'", "leave the key out"]),
         ({"block_size": "256"}, ["block_size='256'", "above 0"]),
         ({"block_size": 0}, ["block_size=0", "above 0"]),

@@ -45,12 +45,28 @@ def test_a_name_that_does_not_exist_is_an_attribute_error():
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_more_than_one_rank_is_refused(role):
+@pytest.mark.parametrize(
+    "option", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
+)
+def test_ranks_that_share_more_than_heads_are_refused(role, option):
     config = vllm_config()
-    config.parallel_config.tensor_parallel_size = 2
-    config.parallel_config.world_size = 2
-    with pytest.raises(ValueError, match=r"world_size=2 \(tensor_parallel_size=2, pipeline_parallel_size=1\)"):
+    setattr(config.parallel_config, option, 2)
+    with pytest.raises(ValueError, match=f"{option}=2: start it with 1"):
         build(config, role=role)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "tp_lcm_size", "said"),
+    [
+        (2, 3, "tensor_parallel_size=2 does not divide tp_lcm_size=3; the nearest value that works here is .*=4"),
+        (1, 3, "tp_lcm_size=3 neither divides the model's 2 KV heads nor is a multiple of them; .*=4"),
+    ],
+)
+def test_a_tp_lcm_size_that_does_not_fit_is_refused_with_the_nearest_that_does(tp_size, tp_lcm_size, said):
+    config = vllm_config({"tp_lcm_size": tp_lcm_size})
+    config.parallel_config.tensor_parallel_size = tp_size
+    with pytest.raises(ValueError, match=said):
+        build(config)
 
 
 def test_more_than_one_kv_cache_group_is_refused():

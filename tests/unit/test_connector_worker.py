@@ -10,16 +10,20 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MLAAttentionSpec
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    CanonicalPageMapping,
+    CopyRun,
     GPULoadStoreSpec,
 )
 
 from connector.messages import ChunkSpec, WorkerOutcomes
+from connector.pages import rank_pages
 from connector.transfer import HostTransfer
-from connector.worker import WorkerHalf, layout_of
+from connector.worker import WorkerHalf
 from kvstore._native import POISON
 from tests.unit.connector_fakes import FakeLink
 from tests.unit.native_store import INSTANCE, native_store
@@ -47,10 +51,20 @@ def kv_caches(fill):
 
 
 class Rank:
-    def __init__(self, store, *, fill):
-        self.caches = kv_caches(fill)
-        layout, regions = layout_of(self.caches, PER_CHUNK)
-        self.transfer = HostTransfer(layout, regions)
+    def __init__(self, store, *, fill, caches=None, ranks=1):
+        self.caches = kv_caches(fill) if caches is None else caches
+        pages = rank_pages(
+            self.caches,
+            blocks_per_chunk=PER_CHUNK,
+            group=KVCacheGroupSpec(
+                ["a", "b"], MLAAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.int8)
+            ),
+            kv_caches=dict.fromkeys("ab", torch.empty(0)),
+            tp_lcm_size=1,
+            rank=0,
+            ranks=ranks,
+        )
+        self.transfer = HostTransfer(pages.layout, pages.regions)
         self.link = FakeLink(self.transfer.map(INSTANCE, store.table(), store.arena))
         self.half = WorkerHalf(self.link, self.transfer)
 
@@ -133,6 +147,34 @@ def test_the_padding_of_a_slot_is_zeroed(store, rank):
     rank.half.submit_store(1, blocks([0, 1, 2], 0), spec)
     rank.finish(1)
     assert not slot[CHUNK_BYTES:].any()
+    del slot
+    abort(store, spec)
+
+
+def test_ranks_that_hold_the_same_bytes_take_turns_and_each_reports_the_whole_job(store):
+    ranks = []
+    for number in range(2):
+        caches = kv_caches(fill=True)
+        for ref in caches.group_data_refs[0]:
+            page = ref.page_size_bytes
+            ref.mapping = CanonicalPageMapping(page, page, (CopyRun(0, 0, page, 1, page, page),), 2, number, True)
+        ranks.append(Rank(store, fill=True, caches=caches, ranks=2))
+    spec, written = granted(store, 1), [7, 3, 4]
+    begin = store.offset(int(spec.slots[0]), CHUNK_BYTES)
+    slot = np.frombuffer(store.arena.view(), np.uint8)[begin : begin + 8192]
+    for rank, nbytes in zip(ranks, (0, 8192), strict=True):  # the request's fifth and sixth chunk belong to 0 and 1
+        assert (slot == POISON).all()
+        rank.half.submit_store(1, blocks(written, 5 * PER_CHUNK), spec)
+        [result] = rank.finish(1)
+        assert (result.success, result.transfer_size) == (True, nbytes)
+        assert rank.half.take_failed() == {}
+    pages = [ranks[0].page(layer, block).view(np.uint8) for layer in range(2) for block in written]
+    np.testing.assert_array_equal(slot, np.concatenate([*pages, np.zeros(8192 - CHUNK_BYTES, np.uint8)]))
+    for rank in ranks:
+        rank.half.submit_load(2, spec, blocks([10, 11], 5 * PER_CHUNK + 1))
+        rank.finish(2)
+        np.testing.assert_array_equal(rank.page(1, 11), rank.page(1, 4))
+        rank.transfer.close()
     del slot
     abort(store, spec)
 
@@ -225,6 +267,12 @@ def test_losing_the_daemon_ends_what_runs_and_the_next_one_is_used(store, rank):
     rank.finish(2)
     assert rank.half.take_failed() == {}
     abort(store, spec)
+
+
+def test_a_load_that_must_end_within_the_step_is_refused(rank):
+    with pytest.raises(AssertionError, match="reported after its bytes were used"):
+        rank.half.submit_load(1, spec_of([(0, 1)]), blocks([0, 1, 2], 0), expedited=True)
+    assert rank.half.get_finished() == []
 
 
 def test_an_unexpected_error_ends_the_job_and_not_the_engine(rank, caplog):

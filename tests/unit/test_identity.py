@@ -15,6 +15,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from connector import identity
+from connector.pages import PageHeads
 from kvstore.errors import SeedMismatch
 from kvstore.namespace import canonical_json, namespace_id
 
@@ -199,6 +200,8 @@ class EngineConfig:
         self.kv_dtype = torch.bfloat16
         self.attention_backend = "FLASH_ATTN"
         self.tp_lcm_size = 1
+        self.tp_free = True
+        self.heads = 2
 
     def document(self) -> dict[str, object]:
         spec = FullAttentionSpec(block_size=self.tokens_per_block, num_kv_heads=2, head_size=32, dtype=self.kv_dtype)
@@ -210,9 +213,19 @@ class EngineConfig:
         return identity.namespace_document(
             self,  # type: ignore[arg-type]
             kv_cache_config,
-            kv_caches={name: torch.zeros(self.num_blocks, 2, 16, 64, dtype=self.kv_dtype) for name in self.layers},
+            kv_caches={
+                name: torch.zeros(
+                    self.num_blocks,
+                    self.heads // self.parallel_config.tensor_parallel_size,
+                    16,
+                    64,
+                    dtype=self.kv_dtype,
+                )
+                for name in self.layers
+            },
             attention_backend=self.attention_backend,
             tp_lcm_size=self.tp_lcm_size,
+            heads=[PageHeads(1, self.heads, 1)] * len(self.layers) if self.tp_free else None,
         )
 
 
@@ -269,7 +282,8 @@ def _other_weights(engine: EngineConfig) -> None:
         pytest.param(lambda e: setattr(e, "attention_backend", "CPU_ATTN/amx"), id="attention backend"),
         pytest.param(lambda e: setattr(e.cache_config, "kv_cache_layout", "BLHNC"), id="layout"),
         pytest.param(lambda e: setattr(e, "tp_lcm_size", 2), id="tp_lcm_size"),
-        pytest.param(lambda e: setattr(e.parallel_config, "tensor_parallel_size", 2), id="tensor parallel"),
+        pytest.param(lambda e: setattr(e, "heads", 4), id="heads"),
+        pytest.param(lambda e: setattr(e, "tp_free", False), id="bytes of one split"),
         pytest.param(lambda e: setattr(e.cache_config, "prefix_caching_hash_algo", "sha256_cbor"), id="hash algorithm"),
     ],
 )
@@ -279,6 +293,24 @@ def test_what_changes_the_bytes_or_the_keys_changes_the_namespace(
     before = namespace_id(engine.document())
     change(engine)
     assert namespace_id(engine.document()) != before
+
+
+def test_engines_of_two_tp_sizes_have_one_namespace_where_the_layout_is_free_of_them(engine: EngineConfig) -> None:
+    before = namespace_id(engine.document())
+    _two_ranks(engine)
+    assert namespace_id(engine.document()) == before
+
+
+def test_engines_of_two_tp_sizes_have_two_namespaces_where_it_is_not(engine: EngineConfig) -> None:
+    engine.tp_free = False
+    before = namespace_id(engine.document())
+    _two_ranks(engine)
+    assert namespace_id(engine.document()) != before
+
+
+def _two_ranks(engine: EngineConfig) -> None:
+    engine.parallel_config.tensor_parallel_size = 2
+    engine.parallel_config.world_size = 2
 
 
 def test_a_setting_without_a_spelling_of_its_own_is_refused_by_name(engine: EngineConfig) -> None:

@@ -176,20 +176,51 @@ def test_a_size_class_too_many_is_refused() -> None:
         assert len(store.index.grant(1, 4 * KIB, 1)) == 1
 
 
-def test_a_table_without_room_refuses_a_commit_and_frees_the_slot() -> None:
+def test_a_table_that_is_full_before_the_arena_drops_old_chunks() -> None:
     with native_store(400 * 4 * KIB, entries=1) as store:
-        stored = 0
-        codes: set[int] = set()
-        for number, (slot, generation) in enumerate(store.index.grant(1, 4 * KIB, 400)):
+        for number in range(400):
+            [(slot, generation)] = store.index.grant(1, 4 * KIB, 1)
             [code] = store.index.commit(1, NAMESPACE, [(slot, generation, TENANT, key_of(number), b"")])
-            codes.add(code)
-            stored += code == _native.STORED
+            assert code == _native.STORED
+            assert store.table().lookup(NAMESPACE, TENANT, [key_of(number)])[0][0] == _native.CPU
         stats = store.index.stats()
-        assert codes == {_native.STORED, _native.TIER_FULL}
-        assert stored == stats["entries"] == stats["entries_max"] == 96  # a page of buckets
+        assert stats["entries_max"] == 96  # a page of buckets
+        assert 48 < stats["entries"] <= 84
+        assert stats["evictions"] == 400 - stats["entries"]
         assert stats["grants"] == 0
         found = store.table().lookup(NAMESPACE, TENANT, [key_of(number) for number in range(400)])[0]
-        assert found.count(_native.CPU) == 96
+        assert found.count(_native.CPU) == stats["entries"]
+        assert found[-40:].count(_native.CPU) > 30  # the young stay
+        assert store.index.problems() == []
+
+
+def test_a_table_full_of_leased_chunks_refuses_a_commit_and_frees_the_slot() -> None:
+    with native_store(400 * 4 * KIB, entries=1) as store:
+        codes: list[int] = []
+        for number, ref in enumerate(store.index.grant(1, 4 * KIB, 200)):
+            codes += store.index.commit(1, NAMESPACE, [(*ref, TENANT, key_of(number), b"")])
+            store.index.lease(1, [ref], 1000)
+        assert set(codes) == {_native.STORED, _native.TIER_FULL}
+        assert store.index.stats()["entries"] == codes.count(_native.STORED) == 96
+        assert store.index.stats()["grants"] == 0
+        assert store.index.problems() == []
+
+
+def test_a_full_table_spares_leased_chunks_and_the_parent_of_the_new_one() -> None:
+    with native_store(400 * 4 * KIB, entries=1) as store:
+        refs = []
+        for number in range(60):
+            [ref] = store.index.grant(1, 4 * KIB, 1)
+            store.index.commit(1, NAMESPACE, [(*ref, TENANT, key_of(number), b"")])
+            refs.append(ref)
+        assert all(store.index.lease(1, refs[:40], 1000))
+        for number in range(60, 400):  # each the child of chunk 40, which is now the oldest that nobody leases
+            [ref] = store.index.grant(1, 4 * KIB, 1)
+            store.index.commit(1, NAMESPACE, [(*ref, TENANT, key_of(number), key_of(40))])
+        found = store.table().lookup(NAMESPACE, TENANT, [key_of(number) for number in range(60)])[0]
+        assert found.count(_native.CPU) == 41
+        assert set(found[:41]) == {_native.CPU}
+        assert store.index.problems() == []
 
 
 def test_a_table_that_fills_up_before_the_tier_makes_room_like_a_full_tier() -> None:
@@ -209,15 +240,15 @@ def test_a_table_that_fills_up_before_the_tier_makes_room_like_a_full_tier() -> 
 
 def test_a_crowded_table_finds_every_entry() -> None:
     count = 3000
-    with native_store(count * 4 * KIB, entries=count // 2) as store:
+    with native_store(count * 4 * KIB, entries=count * 4 // 7 + 1) as store:  # seven eighths of its places
         refs = store.index.grant(1, 4 * KIB, count)
         commits = [(*ref, TENANT, key_of(number), b"") for number, ref in enumerate(refs)]
         codes = store.index.commit(1, NAMESPACE, commits)
-        stored = [number for number, code in enumerate(codes) if code == _native.STORED]
-        assert len(stored) > 0.9 * count
-        found, slots, generations = store.table().lookup(NAMESPACE, TENANT, [key_of(number) for number in stored])
-        assert set(found) == {_native.CPU}
-        assert [(int(s), int(g)) for s, g in zip(slots, generations, strict=True)] == [refs[n] for n in stored]
+        assert set(codes) == {_native.STORED}
+        found, slots, generations = store.table().lookup(NAMESPACE, TENANT, [key_of(number) for number in range(count)])
+        resident = [number for number, code in enumerate(found) if code == _native.CPU]
+        assert len(resident) == store.index.stats()["entries"] > 0.9 * count
+        assert [(int(slots[n]), int(generations[n])) for n in resident] == [refs[n] for n in resident]
 
 
 def test_ten_thousand_unknown_keys_are_answered() -> None:

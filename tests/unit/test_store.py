@@ -149,7 +149,7 @@ HALF = CHUNK_BYTES // 2
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ({"rank": 1, "range_offset": HALF - 1, "range_bytes": HALF}, r"both own bytes of a chunk"),
+        ({"rank": 1, "range_offset": HALF - 1, "range_bytes": HALF}, r"both own bytes of a chunk, but not the same"),
         ({"rank": 1, "range_offset": HALF + 1, "range_bytes": HALF - 1}, r"own 4095 of a chunk's 4096 bytes"),
         ({"rank": 1, "range_offset": HALF, "range_bytes": HALF + 1}, r"bytes 2048 to 4097 of a chunk of 4096"),
         ({"rank": 1, "range_offset": HALF, "range_bytes": 0}, r"bytes 2048 to 2048"),
@@ -163,6 +163,21 @@ def test_ranges_of_ranks_must_tile_one_chunk(store: Store, second: dict[str, int
     with pytest.raises(NamespaceMismatch, match=message):
         attach(store, WORKER, **({"world_size": 2} | second))
     assert not store.group_state(first.group).complete
+
+
+def test_ranks_that_hold_the_same_bytes_own_them_together(store: Store) -> None:
+    """Two KV heads on four ranks."""
+    scheduler = attach(store, SCHEDULER, world_size=4)
+    for rank in range(4):
+        assert not store.group_state(scheduler.group).complete
+        attach(store, WORKER, world_size=4, rank=rank, range_offset=rank // 2 * HALF, range_bytes=HALF)
+    assert store.group_state(scheduler.group).complete
+
+
+def test_ranks_that_all_own_one_half_do_not_make_a_chunk(store: Store) -> None:
+    attach(store, WORKER, world_size=2, range_bytes=HALF)
+    with pytest.raises(NamespaceMismatch, match=r"the 2 ranks of group engine own 2048 of a chunk's 4096 bytes"):
+        attach(store, WORKER, world_size=2, rank=1, range_bytes=HALF)
 
 
 def test_a_group_is_complete_while_every_rank_is_connected(store: Store) -> None:

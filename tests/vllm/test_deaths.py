@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from connector.testing import Completion, Engine, EngineDied, random_prompt
+from connector.testing import Completion, Engine, random_prompt
 from kvstore.testing import Daemon, start_daemon
 from tests.vllm.support import (
     ARGUMENTS,
@@ -223,33 +223,13 @@ def test_a_tier_far_smaller_than_the_working_set_costs_no_token(
     node.daemon.assert_sound()
 
 
-def test_an_engine_killed_while_it_stores_leaves_nothing_but_right_chunks(
-    engines: tuple[Engine, Engine], node: Node, oracle: Engine, background: ThreadPoolExecutor
-) -> None:
-    node.kill()
-    node.start(CPU_BYTES)
-    node.wait_for_engines(2)
-    survivor, victim = engines
-    prompts = [random_prompt(180 + i, PROMPT_TOKENS) for i in range(8)]
-    running = _generate(background, victim, prompts, max_tokens=32)
-    wait_until(lambda: node.store.stores() > 0, "it stores")
-    os.killpg(victim.process.pid, signal.SIGKILL)
-    assert isinstance(running.exception(WAIT_S), EngineDied)
-    node.wait_for_engines(1)
-    wait_until(lambda: granted_and_pinned(node.daemon) == (0, 0), "what it held is free again")
-    node.daemon.assert_sound()
-
-    hits = node.store.hits()
-    assert tokens(survivor.generate_many(prompts)) == expected(oracle, prompts)
-    wait_until(lambda: node.store.hits() > hits, "what the dead engine committed is loaded")
-    node.daemon.assert_sound()
-
-
 def test_a_preempted_request_is_reloaded_and_gets_the_right_tokens(
     model: Path, node: Node, oracle: Engine, tmp_path: Path
 ) -> None:
     """Two prompts that fit the engine's 21 blocks only as long as they are short."""
-    prompts = [random_prompt(190 + i, 1_100) for i in range(2)]
+    node.kill()
+    node.start(CPU_BYTES)
+    prompts = [random_prompt(180 + i, 1_100) for i in range(2)]
     hits = node.store.hits()
     engine = serving_engine(model, node.store, tmp_path)
     engine.arguments = {

@@ -52,7 +52,7 @@ def test_a_load_that_fails_in_the_middle_gives_the_right_tokens_once(
     assert not trap.exists(), "the load was never tried"
     assert failed_load_chunks(engine) == 1
     store.wait_for_failed_loads(failed + 1)
-    assert store.hits() - hits <= FULL_CHUNKS - 1
+    store.wait_for_hits(hits + FULL_CHUNKS - 1)  # each of the others once: one load, never repeated
     loaded = loaded_chunks(engine)
 
     # The chunk itself was never wrong: with the right expectation it is loaded like the others.

@@ -35,7 +35,8 @@ def address(model: Path, store: Store, tmp_path_factory: pytest.TempPathFactory)
         sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
         "--block-size", str(BLOCK_TOKENS), "--max-model-len", str(ARGUMENTS["max_model_len"]),
-        "--served-model-name", "small", "--kv-transfer-config", json.dumps(store.transfer_config()),
+        "--no-enable-prefix-caching", "--served-model-name", "small",
+        "--kv-transfer-config", json.dumps(store.transfer_config()),
     ]  # fmt: skip
     log_path = folder / "serve.log"
     environment = engine_environment(HASH_SEED, {})
@@ -94,10 +95,16 @@ def _series(address: str) -> dict[str, float]:
 def test_a_served_engine_uses_the_store_and_shows_our_series(address: str, store: Store) -> None:
     prompt = random_prompt(30, PROMPT_TOKENS)
     stores = store.stores()
-    _complete(address, prompt, "alice")
+    hits = store.hits()
+    cold = _complete(address, prompt, "alice")
     store.wait_for_stores(stores + FULL_CHUNKS)
+    warm = _complete(address, prompt, "alice")  # the engine keeps no prefix cache of its own here
+    store.wait_for_hits(hits + FULL_CHUNKS)
 
     series = _series(address)
 
+    assert warm == cold
     assert series[f"{metrics.STORED_CHUNKS}_total"] == FULL_CHUNKS
+    assert series[f"{metrics.LOADED_CHUNKS}_total"] == FULL_CHUNKS
+    assert series[f"{metrics.FAILED_LOADS}_total"] == 0
     assert {f"{name}_total" for name in metrics.COUNTERS} <= series.keys()

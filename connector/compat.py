@@ -1,0 +1,65 @@
+"""What differs between the vLLM versions that the connector works with; the one place that knows a version.
+
+* 0.30 does not say where in a request a chunk lies: `end_tokens` finds it.
+* 0.30 and 0.31 have no name for the source of a cache hit, and ask no manager for it: `HOST_MEMORY` and `DISK` are
+  None there.
+* 0.30 queues a step's stores when it asks for finished jobs, later versions when the step's saving ends: vLLM's own
+  code does either, and nothing of ours comes between.
+* 0.33 can have loads end within the step (`submit_load(..., expedited=True)`): `ConnectorConfig` refuses the setting.
+* 0.33 enters a manager's `lock` before it calls it: ours is called by one thread and keeps the lock that is none.
+* 0.33 says `on_reset_flushed` when the jobs of before a reset have ended: our own table of jobs knows that.
+* 0.33 asks for static facts (`config_info`) to show beside its metrics: the default, none.
+
+`require_supported_version` is asked before any other module here is imported, so at import this one uses nothing of
+vLLM that another version may lack.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.version import __version__
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+    HOST_MEMORY = DISK = None
+else:
+    HOST_MEMORY, DISK = CacheHitSource.HOST, CacheHitSource.DISK
+
+OLDEST, NEWEST = (0, 30), (0, 33)
+
+
+def version_problem(version: str) -> str | None:
+    """Why the connector does not work with this version of vLLM ("0.32.0", "0.33.1rc2+cu130"), or None."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+        return None
+    oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+    return (
+        f"KVStoreConnector works with vLLM {oldest} to {newest}, and this is vLLM {version}: install one of those, or "
+        "start the engine without --kv-transfer-config"
+    )
+
+
+def require_supported_version() -> None:
+    """ValueError, naming the version found and the range."""
+    problem = version_problem(__version__)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def end_tokens(
+    keys: "Collection[OffloadKey]", req_context: "ReqContext", hashes: Sequence[bytes], tokens_per_hash: int
+) -> "dict[OffloadKey, int]":
+    """Where in the request the chunk of each key ends, in tokens. Keys that the request does not have are left out."""
+    if hasattr(req_context, "get_offload_key_position"):
+        ends = {key: req_context.get_offload_key_position(key) for key in keys}
+        return {key: end for key, end in ends.items() if end is not None}
+    from vllm.v1.kv_offload.base import get_offload_block_hash
+
+    end_of = {block_hash: place * tokens_per_hash for place, block_hash in enumerate(hashes, 1)}
+    return {key: end_of[block_hash] for key in keys if (block_hash := get_offload_block_hash(key)) in end_of}

@@ -1,0 +1,60 @@
+"""Which versions of vLLM are accepted, and what stands in for what one of them lacks."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+
+from connector import compat
+
+HASHES = [bytes([i]) * 32 for i in range(6)]
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.0", "0.32.0", "0.33.0", "0.33.1rc2+cu130", "0.32.1.dev7+g0123abc"])
+def test_versions_of_the_range_are_accepted(version):
+    assert compat.version_problem(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "0.34.0", "0.3.0", "0.330.0", "1.31.0", "dev", ""])
+def test_another_version_is_named_with_the_range(version):
+    problem = compat.version_problem(version)
+    assert problem is not None
+    assert f"vLLM 0.30 to 0.33, and this is vLLM {version}:" in problem
+
+
+def test_under_another_version_the_class_is_refused_before_vllms_connectors_are_imported():
+    code = (
+        "import sys, vllm.version; vllm.version.__version__ = '0.34.0'\n"
+        "import connector\n"
+        "try: connector.KVStoreConnector\n"
+        "except ValueError as refusal: print(refusal, 'vllm.v1.kv_offload.base' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert re.search(r"works with vLLM 0\.30 to 0\.33, and this is vLLM 0\.34\.0: .* False$", found.stdout.strip())
+
+
+class WithoutPlaces:
+    """A request's context as of 0.30."""
+
+
+def test_without_vllms_word_a_chunk_ends_where_its_hash_does():
+    keys = [make_offload_key(HASHES[i], 0) for i in (1, 3)]
+    assert compat.end_tokens(keys, WithoutPlaces(), HASHES, 16) == {keys[0]: 32, keys[1]: 64}
+
+
+@pytest.mark.skipif(not hasattr(ReqContext, "get_offload_key_position"), reason="0.31 and later")
+def test_vllms_word_is_taken_where_it_gives_it():
+    context = ReqContext("request")
+    key, other = (make_offload_key(HASHES[i], 0) for i in (1, 3))
+    context.set_offload_key_position(key, 48)
+    assert compat.end_tokens([key, other], context, HASHES, 16) == {key: 48}
+
+
+def test_a_key_that_the_request_does_not_have_has_no_place():
+    strange = make_offload_key(b"\xff" * 32, 0)
+    assert compat.end_tokens([strange], WithoutPlaces(), HASHES, 16) == {}
