@@ -29,18 +29,18 @@ def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
     tiers.add_column("evictions")
     tiers.add_column("removals")
     tiers.add_column("corruptions")
-    tiers.add_column("dropped")
-    tiers.add_column("sick")
     for tier in reply.tiers:
         sizes = (
             tier.capacity_bytes, tier.ready_bytes, tier.used_bytes, tier.granted_bytes, tier.pinned_bytes,
             tier.overhead_bytes,
         )  # fmt: skip
-        counts = (
-            tier.chunks, tier.hits, tier.misses, tier.evictions, tier.removals, tier.corruptions, tier.dropped_stores,
-        )  # fmt: skip
-        tiers.add_row(tier.name, *map(decimal, sizes), *map(str, counts), tier.sick or "no")
+        counts = (tier.chunks, tier.hits, tier.misses, tier.evictions, tier.removals, tier.corruptions)
+        tiers.add_row(tier.name, *map(decimal, sizes), *map(str, counts))
     console.print(tiers)
+    for tier in reply.tiers:
+        if tier.sick or tier.dropped_stores:
+            state = f"sick: {tier.sick}" if tier.sick else "well"
+            console.print(f"{tier.name}: {state}; {tier.dropped_stores} stores dropped so far", highlight=False)
     sessions = Table("role", "group", "pid", "uid", "rank", "namespace")
     for session in reply.sessions:
         sessions.add_row(
