@@ -20,7 +20,7 @@ import grpc
 from kvstore.attach import ArenaSocket
 from kvstore.errors import KVStoreError, NotAllowed, ProtocolError, Unavailable
 from kvstore.limits import PROBLEMS_SHOWN_MAX, TOKEN_METADATA_KEY
-from kvstore.rpc.status import ERROR_METADATA_KEY, STATUS_OF
+from kvstore.rpc.status import ERROR_METADATA_KEY, STATUS_OF, wire_class_of
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
 from kvstore.store import TIER, Session, Store
 from kvstore.tiers.base import Removed
@@ -248,7 +248,8 @@ async def _answer(context: grpc.aio.ServicerContext, act: Callable[[], _Reply]) 
     try:
         return act()
     except KVStoreError as error:
-        await _abort(context, STATUS_OF[type(error)], str(error), type(error).__name__)
+        cls = wire_class_of(type(error))
+        await _abort(context, STATUS_OF[cls], str(error), cls.__name__)
     except Exception:
         _log.exception("a call failed in a way that nobody foresaw")
         await _abort(context, grpc.StatusCode.INTERNAL, "the daemon failed; its log says how", KVStoreError.__name__)

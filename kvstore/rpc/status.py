@@ -38,6 +38,11 @@ _ERROR_OF_CODE: dict[grpc.StatusCode, type[errors.KVStoreError]] = {
 }
 
 
+def wire_class_of(cls: type[errors.KVStoreError]) -> type[errors.KVStoreError]:
+    """What the other end can know of: an exception that one module keeps to itself travels as its nearest ancestor."""
+    return next(ancestor for ancestor in cls.__mro__ if ancestor in STATUS_OF)
+
+
 def error_classes(root: type[errors.KVStoreError] = errors.KVStoreError) -> Iterator[type[errors.KVStoreError]]:
     yield root
     for child in root.__subclasses__():

@@ -3,9 +3,10 @@
 import grpc
 import pytest
 
-from kvstore.errors import KVStoreError, LimitExceeded, Unavailable
+from kvstore.errors import ConfigurationError, KVStoreError, LimitExceeded, Unavailable
 from kvstore.rpc.handover import Hello, Memory, Refusal, decode
-from kvstore.rpc.status import ERROR_METADATA_KEY, STATUS_OF, error_classes, error_of
+from kvstore.rpc.status import ERROR_METADATA_KEY, STATUS_OF, error_classes, error_of, wire_class_of
+from kvstore.tiers.fs_directory import DirectoryUnusable
 
 
 class FakeCall(grpc.RpcError, grpc.Call):
@@ -28,12 +29,22 @@ class FakeCall(grpc.RpcError, grpc.Call):
     def time_remaining(self) -> None: ...
 
 
-@pytest.mark.parametrize("cls", list(error_classes()), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [cls for cls in error_classes() if cls.__module__ == KVStoreError.__module__], ids=lambda cls: cls.__name__
+)
 def test_every_exception_has_a_status_and_comes_back_as_itself(cls: type[KVStoreError]) -> None:
     call = FakeCall(STATUS_OF[cls], "what happened", ((ERROR_METADATA_KEY, cls.__name__),))
     error = error_of(call)
     assert type(error) is cls
     assert str(error) == "what happened"
+
+
+def test_an_exception_of_one_module_travels_as_what_the_caller_knows() -> None:
+    assert wire_class_of(DirectoryUnusable) is ConfigurationError
+    for cls in error_classes():
+        known = wire_class_of(cls)
+        assert issubclass(cls, known)
+        assert known.__module__ == KVStoreError.__module__
 
 
 @pytest.mark.parametrize(
