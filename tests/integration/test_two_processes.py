@@ -125,11 +125,10 @@ def test_a_process_that_copies_maps_the_arena_ahead_of_use() -> None:
         assert faults < 1000  # of 16,384 pages
 
 
-def test_a_put_of_more_chunks_than_the_queue_takes_is_stored_whole(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_of_more_chunks_than_the_queue_takes_is_stored_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps_module, "QUEUED_OPERATIONS_MAX", 64)
-    with client_of(daemon, chunk_bytes=4096) as client:
+    # Large enough that its table, an entry for each 128 KiB, is far from full: a full one drops chunks of this size.
+    with running_daemon(cpu_bytes="512MiB") as daemon, client_of(daemon, chunk_bytes=4096) as client:
         outcomes = client.put("s", {key(name): payload(name, 4096) for name in range(600)})
         assert set(outcomes.values()) == {Stored()}
         assert client.get("s", [key(name) for name in range(600)]) == [payload(name, 4096) for name in range(600)]
