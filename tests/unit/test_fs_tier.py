@@ -223,12 +223,14 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     async def scenario() -> None:
         gc.collect()
         before = len(os.listdir("/proc/self/fd"))
-        for _ in range(3):
+        benches = 6
+        for _ in range(benches):
             async with fs_bench(tmp_path) as bench:
                 await store(bench, range(100, 200))
         del bench
         gc.collect()  # a pool's eventfd goes with the pool and the last of its threads
-        await until(lambda: len(os.listdir("/proc/self/fd")) <= before, "the descriptors to be closed")
+        # What other tests left running in this process may open one or two meanwhile; a leak here is one for each bench.
+        await until(lambda: len(os.listdir("/proc/self/fd")) < before + benches, "the descriptors to be closed")
 
     run(scenario)
 
