@@ -229,7 +229,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
                 await store(bench, range(100, 200))
         del bench
         gc.collect()  # a pool's eventfd goes with the pool and the last of its threads
-        # What other tests left running in this process may open one or two meanwhile; a leak here is one for each bench.
+        # What other tests left running in this process may open one or two meanwhile; a leak is one for each bench.
         await until(lambda: len(os.listdir("/proc/self/fd")) < before + benches, "the descriptors to be closed")
 
     run(scenario)
