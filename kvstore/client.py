@@ -9,8 +9,10 @@ A get copies first and compares generations after: bytes whose slot was handed o
 returned. A put makes a chunk visible only by a commit, sent after its copy's threads have fenced their stores. A round
 trip to the daemon takes a tenth of the time in which a batch of 128 MiB is copied, so a put has only one to wait for:
 the commits of its first part travel while the last one is copied, and a caller that puts batch after batch gets the
-next one's slots with the outcomes of this one. If the daemon dies, calls in flight end with Unavailable (or with the bytes they had found: an instance's memory stays right
-as long as it is mapped) and the next call attaches again.
+next one's slots with the outcomes of this one.
+
+If the daemon dies, calls in flight end with Unavailable (or with the bytes they had found: an instance's memory stays
+right as long as it is mapped) and the next call attaches again.
 """
 
 import contextlib
