@@ -79,9 +79,12 @@ def test_a_chunk_that_both_compute_is_stored_once(
 ) -> None:
     prompt = random_prompt(110, PROMPT_TOKENS)
     stores, chunks = node.store.stores(), node.daemon.tier()["chunks"]
-    both = [background.submit(engine.generate, prompt) for engine in engines]
-    assert tokens([one.result() for one in both]) == 2 * expected(oracle, [prompt])
-    node.store.wait_for_stores(stores + FULL_CHUNKS)
+
+    def compute() -> list[Completion]:
+        return [one.result() for one in [background.submit(engine.generate, prompt) for engine in engines]]
+
+    computed = node.store.until_committed(engines[0], FULL_CHUNKS, compute)
+    assert tokens(computed) == 2 * expected(oracle, [prompt])
     node.wait_for_quiet()  # the slots of the slower engine come back
     assert node.store.stores() == stores + FULL_CHUNKS
     assert node.daemon.tier()["chunks"] == chunks + FULL_CHUNKS
@@ -121,13 +124,11 @@ def test_requests_survive_the_daemons_death_and_its_successor_is_found(
 ) -> None:
     known, new = random_prompt(140, PROMPT_TOKENS), [random_prompt(141 + i, PROMPT_TOKENS) for i in range(3)]
     right = expected(oracle, [known, *new], max_tokens=32)
-    stores = node.store.stores()
-    engines[0].generate(known)
-    node.store.wait_for_stores(stores + FULL_CHUNKS)
+    node.store.generate_and_commit(engines[0], known)
     engines[0].reset_prefix_cache()
-    hits = node.store.hits()
+    hits, stores = node.store.hits(), node.store.stores()
     both = [_generate(background, engine, [known, *new], max_tokens=32) for engine in engines]
-    wait_until(lambda: node.store.hits() > hits or node.store.stores() > stores + FULL_CHUNKS, "the requests run")
+    wait_until(lambda: node.store.hits() > hits or node.store.stores() > stores, "the requests run")
     node.kill()
     assert [tokens(one.result()) for one in both] == [right, right]
 
