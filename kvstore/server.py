@@ -230,8 +230,13 @@ def _grpc_server(store: Store, arena_socket: ArenaSocket, health_servicer: objec
 
 
 def _movement(config: ServeConfig, tier: CpuTier, directory: FsDirectory) -> Movement:
-    regions = [(tier.arena.address, tier.arena.nbytes)]
-    return Movement(tier, FsTier(directory, FsOptions(fs_bytes=config.fs_bytes), regions=regions), clock_ms)
+    options = FsOptions(
+        fs_bytes=config.fs_bytes,
+        n_read_threads=config.n_read_threads,
+        n_write_threads=config.n_write_threads,
+        scrub_bytes_per_s=config.scrub_bytes_per_s,
+    )
+    return Movement(tier, FsTier(directory, options, regions=[(tier.arena.address, tier.arena.nbytes)]), clock_ms)
 
 
 async def _close_fs(movement: Movement, config: ServeConfig) -> None:
