@@ -128,6 +128,12 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     if (in_lower) erase_lower(digest);
     const std::uint32_t kept =
         commit.parent.empty() ? NO_RECORD : find(hasher(commit.parent), name_space, commit.tenant, commit.parent);
+    if (Quota* quota = quota_of(commit.tenant);
+        quota != nullptr && !make_room_in(*quota, class_bytes(commit.at.slot), kept)) {
+        if (in_lower) insert_lower(digest, Where::FS);
+        drop_grant(group, commit.at.slot);
+        return CommitCode::QUOTA;
+    }
     if (chunk_count_ >= chunks_max_) evict_oldest(kept);
     const std::uint32_t number = new_record();
     const auto insert = [&] { return insert_chunk(digest, commit.at, number); };
@@ -149,8 +155,10 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     end_grant(group, commit.at.slot);
     *slabs_.find(commit.at.slot) = {Slot::Holder::CHUNK, 0, number};
     used_bytes_ += class_bytes(commit.at.slot);
+    if (Quota* quota = quota_of(commit.tenant)) quota->used += class_bytes(commit.at.slot);
     ++chunk_count_;
     use(record, now_ms);
+    record.counted_ms = now_ms;
     list(number);
     if (!commit.parent.empty()) {
         record.parent_digest = hasher(commit.parent);
@@ -402,6 +410,7 @@ void Index::move_slabs(const Window& window) {
 }
 
 void Index::evict(std::uint32_t number) {
+    if (!records_[number].in_lower) ++unwritten_eviction_count_;
     drop(number);
     ++eviction_count_;
 }
@@ -426,6 +435,7 @@ void Index::drop(std::uint32_t number) {
     if (record.tick == slab.newest) slab.newest_known = false;
     used_bytes_ -= slab.class_bytes;
     --chunk_count_;
+    if (Quota* quota = quota_of(scopes_[record.scope].scope.tenant)) quota->used -= slab.class_bytes;
     scopes_.take_chunk(record.scope, slab.class_bytes);
     slabs_.give_back(record.at.slot);
     record = Record{};
@@ -478,10 +488,13 @@ bool Index::descends_from(std::uint32_t record, std::uint32_t ancestor) const {
 
 void Index::unlist(std::uint32_t record) {
     victims_[class_bytes(records_[record].at.slot)].erase(victim(record));
+    if (Quota* quota = quota_of(scopes_[records_[record].scope].scope.tenant)) quota->victims.erase(victim(record));
 }
 
 void Index::list(std::uint32_t record) {
-    if (is_evictable(records_[record])) victims_[class_bytes(records_[record].at.slot)].insert(victim(record));
+    if (!is_evictable(records_[record])) return;
+    victims_[class_bytes(records_[record].at.slot)].insert(victim(record));
+    if (Quota* quota = quota_of(scopes_[records_[record].scope].scope.tenant)) quota->victims.insert(victim(record));
 }
 
 // ---- Recency and lookup ----
@@ -495,6 +508,10 @@ void Index::touch(const Id& name_space, const Id& tenant, std::span<const Bytes>
         if (number != NO_RECORD) {
             unlist(number);
             use(records_[number], now_ms);
+            if (now_ms >= records_[number].counted_ms + SAME_USE_MS) {
+                records_[number].counted_ms = now_ms;
+                ++records_[number].uses;
+            }
             list(number);
             // A parent that came back, or came after its child, is its parent again.
             const bool named =
@@ -755,6 +772,7 @@ std::vector<std::pair<const char*, std::uint64_t>> Index::stats() const {
         {"grants", grant_count_},
         {"leases", lease_count_},
         {"evictions", eviction_count_},
+        {"unwritten_evictions", unwritten_eviction_count_},
         {"io_bytes", io_bytes_},
         {"entries", table_.entry_count()},
         {"entries_max", table_.place_count()},
@@ -883,6 +901,7 @@ std::vector<std::string> Index::problems() const {
         expect("a tenant's chunks", usage[number].chunks, scopes_[number].chunks);
         expect("a tenant's bytes", usage[number].bytes, scopes_[number].bytes);
     }
+    quota_problems(problems);
     expect("pairs of namespace and tenant", usage.size(), scopes_.numbers().size());
     if (tenants != scopes_.tenants()) add("tenants are counted wrongly");
     expect("records", live, chunk_count_);

@@ -48,7 +48,9 @@ namespace kvstore {
 inline constexpr std::byte POISON{0xA5};
 inline constexpr std::uint64_t TABLE_EMPTY_SHARE = 8;  // an eighth of the table's places stays empty
 
-enum class CommitCode : int { STORED = 1, PRESENT = 2, TIER_FULL = 3, NOT_GRANTED = 7 };
+inline constexpr std::uint64_t SAME_USE_MS = 1'000;  // touches within that time are one use
+
+enum class CommitCode : int { STORED = 1, PRESENT = 2, TIER_FULL = 3, QUOTA = 4, NOT_GRANTED = 7 };
 
 struct Commit {
     Ref at;
@@ -115,6 +117,13 @@ struct ChunkView {
     bool leased;
 };
 
+// A chunk of the cpu tier that no lower tier has, and nobody is writing there.
+struct Unwritten {
+    Scope scope;
+    Bytes key;
+    Ref at;
+};
+
 class Index {
   public:
     // `arena` is held, and written, only with verify.
@@ -149,6 +158,20 @@ class Index {
     // of the cpu tier is shown as CPU and becomes FS when it is evicted. Only a hint: the lower tier itself decides.
     void set_lower(const Id& name_space, const Id& tenant, Bytes key, Where where);
 
+    // What a lower tier has yet to be given (unwritten.cpp). The keys stay valid until the index changes.
+    // Of each class the chunks that would be evicted for the next `nbytes`, in that order; looks at `steps` at most.
+    std::vector<Unwritten> next_to_go(std::uint64_t nbytes, std::size_t steps, std::size_t limit) const;
+    // Looks at records as `chunks` does.
+    std::vector<Unwritten> unwritten(std::uint32_t& next, std::uint64_t used_before_ms, std::size_t steps,
+                                     std::size_t limit) const;
+    // Of these keys, those that were used at least so often.
+    std::vector<Unwritten> used_often(const Id& name_space, const Id& tenant, std::span<const Bytes> keys,
+                                      std::uint32_t uses) const;
+
+    // What the tenant's chunks may take here; nothing: no limit (quota.cpp). Chunks there are stay: the caller removes
+    // the excess. A commit over the quota evicts the tenant's own least recently used chunks, or is refused.
+    void set_quota(const Id& tenant, std::optional<std::uint64_t> nbytes);
+
     void touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys, std::uint64_t now_ms);
     std::vector<Where> lookup(const Id& name_space, const Id& tenant, std::span<const Bytes> keys) const;
 
@@ -178,6 +201,8 @@ class Index {
         Ref at;
         std::uint64_t tick = 0;  // of its last use
         std::uint64_t used_ms = 0;
+        std::uint64_t counted_ms = 0;  // when `uses` last rose
+        std::uint32_t uses = 1;        // by the request that stored it
         std::uint32_t leases = 0;
         std::uint32_t io = 0;              // the daemon's own reads of the slot
         bool in_lower = false;             // a lower tier has it too
@@ -195,6 +220,11 @@ class Index {
         std::uint64_t tick;
         std::uint32_t record;
         auto operator<=>(const Victim&) const = default;
+    };
+    struct Quota {
+        std::uint64_t nbytes = 0;
+        std::uint64_t used = 0;
+        std::set<Victim> victims;  // of this tenant, of any class
     };
     struct Lease {
         std::uint64_t generation;
@@ -259,6 +289,11 @@ class Index {
     void leave_parent(std::uint32_t child);
     bool descends_from(std::uint32_t record, std::uint32_t ancestor) const;
     // Around every change of what decides whether and when a record is evicted.
+    bool is_unwritten(const Record& record) const { return record.live && !record.in_lower && record.io == 0; }
+    Unwritten unwritten_at(std::uint32_t record) const;
+    Quota* quota_of(const Id& tenant);
+    bool make_room_in(Quota& quota, std::uint64_t nbytes, std::uint32_t kept);
+    void quota_problems(std::vector<std::string>& problems) const;
     void unlist(std::uint32_t record);
     void list(std::uint32_t record);
     static bool is_held(const Record& record) { return record.leases > 0 || record.io > 0; }
@@ -286,6 +321,7 @@ class Index {
     std::vector<std::uint32_t> free_records_;
     std::map<std::uint64_t, std::set<Victim>> victims_;  // by class_bytes
     std::unordered_map<std::uint64_t, Group> groups_;    // those that hold something
+    std::map<Id, Quota> quotas_;                         // by tenant
     Scopes scopes_;
     std::deque<Epoch> epochs_;  // newest last; the oldest are forgotten by saying that they covered everything
     std::uint32_t epoch_ = 0;   // of the newest removal
@@ -301,6 +337,7 @@ class Index {
     std::uint64_t io_bytes_ = 0;     // of slots with I/O
     std::uint64_t lower_count_ = 0;  // entries of the table without a record
     std::uint64_t eviction_count_ = 0;
+    std::uint64_t unwritten_eviction_count_ = 0;  // of chunks that no lower tier had
     std::uint64_t removal_count_ = 0;
     std::uint64_t poison_commit_count_ = 0;
     std::uint64_t digest_collision_count_ = 0;

@@ -344,3 +344,37 @@ def test_a_directory_removed_under_load_costs_the_tier_only(fs_dir: Path) -> Non
         assert client.put("salt", {key(100): payload(100)}) == {key(100): Stored()}
         os.mkdir(fs_dir, 0o700)
         eventually(lambda: fs_tier(daemon)["sick"] == "", "it is back")
+
+
+def test_write_back_writes_before_it_evicts_and_all_of_it_at_a_stop(fs_dir: Path) -> None:
+    flags = [*fs_flags(fs_dir), "--write-policy", "write_back"]
+    with (
+        running_daemon(cpu_bytes=64 * 12_288, arguments=flags) as daemon,
+        client_of(daemon) as client,
+    ):
+        client.put("salt", {key(name): payload(name) for name in range(8)})
+        assert fs_tier(daemon)["chunks"] == 0
+        for name in range(8, 100):
+            client.put("salt", {key(name): payload(name)})
+            if name >= 63:  # full: an eighth of it is soon on disk
+                eventually(lambda name=name: fs_tier(daemon)["chunks"] >= name - 64 + 8, "what goes next is written")
+        assert (daemon.tier()["evictions"], fs_tier(daemon)["dropped_stores"]) == (36, 0)
+        on_disk = fs_tier(daemon)["chunks"]
+        assert 36 <= on_disk < 100
+    with running_daemon(arguments=flags) as daemon, client_of(daemon) as client:
+        wait_for_disk(daemon, 100)
+        assert client.get("salt", KEYS) == PAYLOADS
+
+
+def test_selective_writes_what_was_used_again(fs_dir: Path) -> None:
+    flags = [*fs_flags(fs_dir), "--write-policy", "selective"]
+    with running_daemon(arguments=flags) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+
+        def used_again() -> bool:
+            assert client.get("salt", KEYS[:3]) == PAYLOADS[:3]
+            return fs_tier(daemon)["chunks"] == 3
+
+        eventually(used_again, "three chunks are on disk")
+    with running_daemon(arguments=flags) as daemon:
+        wait_for_disk(daemon, 3)

@@ -7,6 +7,7 @@ import pytest
 from kvstore.config import (
     ListenAddress,
     ServeConfig,
+    WritePolicy,
     default_endpoint,
     default_runtime_dir,
     endpoint_paths,
@@ -62,6 +63,8 @@ def test_defaults() -> None:
         index_bytes=None,
         fs_dir=None,
         fs_bytes=0,
+        write_policy=WritePolicy.WRITE_THROUGH,
+        write_after_uses=2,
         n_read_threads=16,
         n_write_threads=8,
         scrub_bytes_per_s=None,
@@ -172,14 +175,29 @@ def test_the_filesystem_tier_takes_a_directory_and_a_cap() -> None:
         config({"fs_dir": "/data/kv", "fs_bytes": "1000"})
 
 
-@pytest.mark.parametrize("name", ["n_read_threads", "n_write_threads", "scrub_bytes_per_s"])
+@pytest.mark.parametrize("name", ["n_read_threads", "n_write_threads", "scrub_bytes_per_s", "write_after_uses"])
 def test_what_is_of_the_filesystem_tier_needs_one(name: str) -> None:
     flag = f"--{name.replace('_', '-')}"
     with pytest.raises(ConfigurationError, match=f"{flag} is of the filesystem tier, and no --fs-dir"):
-        config({name: "1"})
+        config({name: "2"})
 
 
 @pytest.mark.parametrize("threads", ["0", "257", "-1", "1.5", "many", True])
 def test_what_is_no_number_of_threads_is_refused(threads: object) -> None:
     with pytest.raises(ConfigurationError, match="is not a number of threads from 1 to 256"):
         config({"fs_dir": "/data/kv", "fs_bytes": "1GiB", "n_read_threads": threads})
+
+
+def test_write_policies() -> None:
+    fs = {"fs_dir": "/data/kv", "fs_bytes": "1GiB"}
+    assert config(fs | {"write_policy": "write_back"}).write_policy is WritePolicy.WRITE_BACK
+    found = config(fs | {"write_policy": "selective"}, {"KVSTORE_WRITE_AFTER_USES": "3"})
+    assert (found.write_policy, found.write_after_uses) == (WritePolicy.SELECTIVE, 3)
+    with pytest.raises(ConfigurationError, match="'lazy' is no write policy; the policies are write_through, write_b"):
+        config(fs | {"write_policy": "lazy"})
+    with pytest.raises(ConfigurationError, match="is of --write-policy selective, and the policy is write_back"):
+        config(fs | {"write_policy": "write_back", "write_after_uses": "3"})
+    with pytest.raises(ConfigurationError, match="is not a number of uses from 2 to 1000"):
+        config(fs | {"write_policy": "selective", "write_after_uses": "1"})
+    with pytest.raises(ConfigurationError, match="--write-policy is of the filesystem tier"):
+        config({"write_policy": "write_through"})
