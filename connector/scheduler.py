@@ -293,13 +293,16 @@ class SchedulerHalf(OffloadingManager):
             if self._rules.stores:
                 self._expect(record, missing)
         from_cpu = tiers.allows(Medium.CPU, Locality.LOCAL)
+        places = zip(slots.tolist(), generations.tolist(), strict=True)
+        if from_cpu and not record.barred and codes.count(CPU) == len(codes):
+            return Found(attached, dict(zip(keys, places, strict=True)))  # as usual; it must be quick
         chunks = {
-            key: (slot, generation)
-            for key, code, slot, generation in zip(keys, codes, slots.tolist(), generations.tolist(), strict=True)
+            key: place
+            for key, code, place in zip(keys, codes, places, strict=True)
             if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
         }
         coming: Collection[bytes] = ()
-        if tiers.allows(Medium.STORAGE, Locality.LOCAL):
+        if (FS in codes or PENDING in codes) and tiers.allows(Medium.STORAGE, Locality.LOCAL):
             coming = self._prefetch(record, attached, dict(zip(keys, codes, strict=True)), chunks)
         return Found(attached, chunks, coming)
 
