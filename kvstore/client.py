@@ -331,7 +331,11 @@ class _Connection:
             settled = self._steps.wait(tickets, self._timeout_s)
             for position, outcome in zip(absent, settled, strict=False):
                 outcomes[keys[position]] = _PUT_OUTCOMES[outcome]
-            self._steps.touch(tenant, keys)
+            # One use of each: its commit's, or else this touch's; then the whole chain, so that no parent is older.
+            committed = set(absent[: len(tickets)])
+            self._steps.touch(tenant, [key for position, key in enumerate(keys) if position not in committed])
+            if committed:
+                self._steps.touch(tenant, keys, again=len(keys))
             self._steps.flush()
         return outcomes
 
@@ -383,6 +387,7 @@ class _Connection:
         hits and misses, and touch the chain. A round that brings nothing is the last one."""
         deadline_s = time.monotonic() + timeout_s
         positions = list(range(len(keys)))
+        loaded: list[int] = []
         promoted = False
         while positions:
             codes, slots, generations = self.find(tenant, [keys[position] for position in positions])
@@ -391,13 +396,14 @@ class _Connection:
             self._steps.miss(len(codes) - len(found) - len(below))
             slots, generations = slots[found], generations[found]
             current = copy([positions[i] for i in found], slots, generations)
+            loaded += [positions[i] for i, same in zip(found, current, strict=True) if same]
             for slot, generation, same in zip(slots.tolist(), generations.tolist(), current, strict=True):
                 self._steps.release(slot, generation, loaded=bool(same), promoted=promoted)
             positions = below if found or not promoted else []
             promoted = True
             if positions:
                 self._promote(tenant, [keys[position] for position in positions[:PROMOTES_PER_ROUND]], deadline_s)
-        self._steps.touch(tenant, keys)
+        self._steps.touch(tenant, [keys[position] for position in sorted(loaded)])
         self._steps.flush()
 
     def _promote(self, tenant: bytes, keys: list[bytes], deadline_s: float) -> None:

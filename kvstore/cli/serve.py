@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvstore.config import METRICS_LISTEN_DEFAULT, serve_config
+from kvstore.config import EVICTION_POLICIES, EVICTION_POLICY_DEFAULT, METRICS_LISTEN_DEFAULT, serve_config
 from kvstore.errors import ConfigurationError
 from kvstore.server import EXIT_USAGE
 from kvstore.server import serve as run
@@ -38,6 +38,10 @@ def serve(
     require_cache_salt: Annotated[
         bool | None, typer.Option("--require-cache-salt", help="Refuse chunks without a tenant.")
     ] = None,
+    eviction_policy: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(EVICTION_POLICIES)}. Default: {EVICTION_POLICY_DEFAULT}."),
+    ] = None,
     metrics_listen: Annotated[
         str | None, typer.Option(help=f"HOST:PORT for Prometheus, or off. Default: {METRICS_LISTEN_DEFAULT}.")
     ] = None,
@@ -59,6 +63,7 @@ def serve(
         "fs_bytes": fs_bytes,
         "hash_seed": hash_seed,
         "require_cache_salt": require_cache_salt,
+        "eviction_policy": eviction_policy,
         "metrics_listen": metrics_listen,
         "allow_uid": allow_uid or None,
         "socket_mode": socket_mode,

@@ -69,6 +69,28 @@ def test_a_key_is_stored_once(daemon: Daemon, client: StoreClient) -> None:
     assert client.get("s", [key(1)]) == [payload(1)]
 
 
+def test_a_put_or_a_get_is_one_use_of_each_chunk() -> None:
+    """Where chunks used once leave first: in a tier of three chunks one that was used twice outlives younger ones."""
+    nbytes = 20_480
+    with (
+        running_daemon(cpu_bytes=1 << 16, arguments=["--eviction-policy", "probation"]) as daemon,
+        client_of(daemon, chunk_bytes=nbytes) as client,
+    ):
+        assert daemon.stats()["eviction_policy"] == "probation"
+        for name in (1, 2):
+            client.put("s", {key(name): payload(name, nbytes)})
+        assert client.get("s", [key(2)]) == [payload(2, nbytes)]
+        for name in range(3, 7):
+            assert client.put("s", {key(name): payload(name, nbytes)}) == {key(name): Stored()}
+        assert client.lookup("s", [key(name) for name in (1, 2, 5, 6)]) == [
+            Lookup.MISS, Lookup.CPU, Lookup.CPU, Lookup.CPU,
+        ]  # fmt: skip
+        assert client.put("s", {key(5): payload(5, nbytes)}) == {key(5): Present()}
+        for name in range(7, 10):
+            client.put("s", {key(name): payload(name, nbytes)})
+        assert client.lookup("s", [key(2), key(5), key(9)]) == [Lookup.CPU] * 3
+
+
 def test_two_processes_with_different_seeds_never_meet(daemon: Daemon) -> None:
     with pytest.raises(SeedMismatch, match=r"seed '00' and the daemon with '0'"):
         client_of(daemon, hash_seed="00")
