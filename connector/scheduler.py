@@ -136,6 +136,7 @@ class RequestRecord:
     grants_expected: int = 0
     known_present: bool = False  # some of the chain is in the store
     tail: tuple[int, int] | None = None  # place of the last chunk of the chain that is stored, or being stored
+    used: int = 0  # so many chunks of the chain the daemon was told of: later touches are no further use
     tenant_of: tuple[Attached, bytes] | None = field(default=None, repr=False)
 
     def chunk_keys(self, geometry: Geometry, first: int, end: int | None = None) -> list[bytes]:
@@ -355,6 +356,8 @@ class SchedulerHalf(OffloadingManager):
             if place != NOWHERE:
                 found.attached.steps.lease(*place)
         record.known_present = True
+        if not self._rules.stores:  # else every chunk is offered to `prepare_store`, which touches it
+            self._touch_loaded(record, found.attached, chunk_keys)
         return self._prepare(found.attached, record, chunk_keys, places, is_store=False).spec
 
     # ---- stores
@@ -379,16 +382,16 @@ class SchedulerHalf(OffloadingManager):
         namespace = attached.steps.group.namespace_id
         chunk_keys = [get_offload_block_hash(key) for key in keys]
         codes, slots, generations = attached.session.table.lookup(namespace, tenant, chunk_keys)
-        present, wanted, beyond = [], [], 0
+        present, wanted, beyond = [], [], []  # with their positions
         for i, offered in enumerate(zip(positions, keys, chunk_keys, codes, strict=True)):
             position, _, chunk_key, code = offered
             if record.chunk_keys(self._geometry, position, position + 1) != [chunk_key]:
                 continue  # the request's tokens were changed since vLLM noted this key: its bytes are another's
             if code in (CPU, PENDING):
-                present.append(chunk_key)
+                present.append((position, chunk_key))
                 record.tail = (int(slots[i]), int(generations[i]))
             elif record.refused_from is not None and position >= record.refused_from:
-                beyond += 1
+                beyond.append((position, chunk_key))
             elif (tenant, chunk_key) not in self._storing:
                 wanted.append(offered)
         # A prefix taken now is all that this request ever stores, so its slots are waited for, though not for ever.
@@ -398,8 +401,10 @@ class SchedulerHalf(OffloadingManager):
             self._expect(record, max(record.grants_expected, len(wanted)))
             return None
         grants = self._take_grants(attached, len(wanted))
-        self._touch(record, attached, tenant, present, positions[-1])
-        self._count(metrics.REFUSED_STORES, beyond)
+        refused = [(position, chunk_key) for position, _, chunk_key, _ in wanted[len(grants) :]]
+        record.known_present |= bool(present)
+        self._touch(record, attached, tenant, sorted(present + refused + beyond), positions)
+        self._count(metrics.REFUSED_STORES, len(beyond))
         if len(grants) < len(wanted):
             self._refuse(record, wanted[len(grants)][0], len(wanted) - len(grants))
             wanted = wanted[: len(grants)]
@@ -431,14 +436,35 @@ class SchedulerHalf(OffloadingManager):
             return b""
         return record.chunk_keys(self._geometry, position - 1, position)[0]
 
-    def _touch(self, record: RequestRecord, attached: Attached, tenant: bytes, present: list[bytes], last: int) -> None:
+    def _touch(
+        self,
+        record: RequestRecord,
+        attached: Attached,
+        tenant: bytes,
+        used: list[tuple[int, bytes]],
+        offered: Sequence[int],
+    ) -> None:
         """Each offer keeps what it found young; the one that completes the prompt the whole chain, so that no parent is
-        older than its child."""
-        record.known_present |= bool(present)
-        if record.known_present and last + 1 == record.prompt_chunks:
-            attached.steps.touch(tenant, record.chunk_keys(self._geometry, 0, last + 1))
-        elif present:
-            attached.steps.touch(tenant, present)
+        older than its child. `used` (position, key): what is present or refused; a commit speaks for the rest."""
+        if record.known_present and offered[-1] + 1 == record.prompt_chunks:
+            head = max(record.used, offered[0])
+            keys = record.chunk_keys(self._geometry, 0, head) + [key for position, key in used if position >= head]
+            again = record.used
+        else:
+            keys = [key for _, key in used]
+            again = sum(position < record.used for position, _ in used)
+        if keys:
+            attached.steps.touch(tenant, keys, again=again)
+        record.used = max(record.used, offered[-1] + 1)
+
+    def _touch_loaded(self, record: RequestRecord, attached: Attached, loaded: list[bytes]) -> None:
+        keys = loaded
+        if self._geometry.names_parents:
+            chain = record.chunk_keys(self._geometry, 0)
+            keys = chain[: chain.index(loaded[-1], record.lookup_from) + 1]
+        again = min(record.used, len(keys))
+        attached.steps.touch(record.tenant(attached), keys, again=again)
+        record.used = max(record.used, len(keys))
 
     def _refuse(self, record: RequestRecord, position: int, count: int) -> None:
         if record.refused_from is None or position < record.refused_from:

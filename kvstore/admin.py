@@ -201,6 +201,7 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
         "tenants": reply.tenants,
         "stores": reply.stores,
         "failed_loads": reply.failed_loads,
+        "eviction_policy": reply.eviction_policy,
         "poison_commits": reply.poison_commits,
         "problems": list(reply.problems),
     }

@@ -128,6 +128,7 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
         index_key=index_key,
         instance_id=instance_id,
         lower_bytes=config.fs_bytes,
+        eviction_policy=config.eviction_policy,
         verify=verify,
     )
     movement = None if directory is None else _movement(config, tier, directory)

@@ -70,6 +70,13 @@ class _Commit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class _Touch:
+    tenant: bytes
+    keys: Sequence[bytes]
+    again: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Unanswered:
     request: store_pb2.StepRequest
     tickets: list[int]
@@ -90,7 +97,7 @@ class Steps:
         self._aborts: deque[Ref] = deque()
         self._releases: deque[tuple[Ref, bool, bool]] = deque()
         self._leases: dict[Ref, None] = {}  # to be taken or renewed
-        self._touches: deque[tuple[bytes, Sequence[bytes]]] = deque()  # pieces that fit a message, the tail's first
+        self._touches: deque[_Touch] = deque()  # pieces that fit a message, the tail's first
         self._promotes: deque[tuple[bytes, Sequence[bytes], int]] = deque()  # each with the number of its call
         self._promotes_asked = 0  # calls
         self._promotes_sent = 0
@@ -239,13 +246,15 @@ class Steps:
             self._releases.append((ref, loaded, promoted))
             self._operations += 1
 
-    def touch(self, tenant: bytes, keys: Sequence[bytes]) -> None:
-        """The chain was used: head first. Dropped when the queue is full."""
+    def touch(self, tenant: bytes, keys: Sequence[bytes], *, again: int = 0) -> None:
+        """The chain was used: head first. Dropped when the queue is full. `again`: so many of its keys, from the head,
+        the same request used before, by a touch or a commit; this is no further use of those."""
         with self._lock:
             if not self._accepting() or self._operations + len(keys) > QUEUED_OPERATIONS_MAX:
                 return
-            ends = range(len(keys), 0, -OPERATIONS_PER_STEP_MAX)
-            self._touches.extend((tenant, keys[max(0, end - OPERATIONS_PER_STEP_MAX) : end]) for end in ends)
+            for end in range(len(keys), 0, -OPERATIONS_PER_STEP_MAX):
+                begin = max(0, end - OPERATIONS_PER_STEP_MAX)
+                self._touches.append(_Touch(tenant, keys[begin:end], min(max(0, again - begin), end - begin)))
             self._operations += len(keys)
 
     def promote(self, tenant: bytes, keys: Sequence[bytes]) -> int:
@@ -401,7 +410,7 @@ class Steps:
             self._operations += 1
 
     def _drop_touches(self) -> None:
-        self._operations -= sum(len(keys) for _, keys in self._touches)
+        self._operations -= sum(len(touch.keys) for touch in self._touches)
         self._touches.clear()
 
     def _return_grants(self) -> None:
@@ -499,10 +508,10 @@ class Steps:
             del self._leases[ref]
             request.leases.append(_slot_ref(ref))
             room -= 1
-        while self._touches and len(self._touches[0][1]) <= room:
-            tenant, keys = self._touches.popleft()
-            request.touches.add(tenant=tenant, keys=keys)
-            room -= len(keys)
+        while self._touches and len(self._touches[0].keys) <= room:
+            touch = self._touches.popleft()
+            request.touches.add(tenant=touch.tenant, keys=touch.keys, again=touch.again)
+            room -= len(touch.keys)
         while self._promotes and len(self._promotes[0][1]) <= room:
             tenant, keys, _ = self._promotes.popleft()
             request.promotes.add(tenant=tenant, keys=keys)

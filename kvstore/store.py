@@ -309,7 +309,7 @@ class Store:
             self._index.lease(group.number, refs, now_ms + limits.LEASE_MS)
         if not group.refused:
             for chain in request.touches:
-                self._index.touch(group.namespace, chain.tenant, list(chain.keys), now_ms)
+                self._index.touch(group.namespace, chain.tenant, list(chain.keys), now_ms, again=chain.again)
                 if self._movement is not None:
                     self._movement.touched(group.namespace, chain.tenant, chain.keys)
         if self._movement is not None and group.complete() and not group.refused:
@@ -386,6 +386,7 @@ class Store:
             stores=self._stores,
             failed_loads=self._failed_loads,
             poison_commits=index["poison_commits"],
+            eviction_policy=self._tier.eviction_policy,
             problems=self.problems() if self._verify else (),
         )
 

@@ -43,6 +43,7 @@ class FakeDaemon:
         self.promotions_max = 1 << 30  # at once
         self.fs_hits = 0
         self.touched: list[tuple[bytes, ...]] = []
+        self.used: Counter[bytes] = Counter()  # how often each key: one request is one use, by a touch or a commit
         self.probes: list[tuple[str, str, bytes]] = []
         self.misses = self.hits = self.failed_loads = 0
         self.on_grant: Callable[[int], None] = lambda _slot: None
@@ -76,6 +77,7 @@ class FakeDaemon:
         self.on_commit(slot, key)
         self.stored[place] = slot
         self.parents[key] = parent
+        self.used[key] += 1
 
     def abort(self, slot: int, generation: int) -> None:
         self._end_grant(slot, generation)
@@ -243,9 +245,10 @@ class FakeSteps:
             self.promotes_answered = self.promotes
         return self.promotes
 
-    def touch(self, tenant: bytes, keys: Sequence[bytes]) -> None:  # noqa: ARG002
+    def touch(self, tenant: bytes, keys: Sequence[bytes], *, again: int = 0) -> None:  # noqa: ARG002
         if not self.broken:
             self.daemon.touched.append(tuple(keys))
+            self.daemon.used.update(keys[again:])
 
     def miss(self, count: int) -> None:
         if not self.broken:

@@ -212,7 +212,7 @@ class SessionStats(_message.Message):
     def __init__(self, role: _Optional[str] = ..., group: _Optional[str] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., rank: _Optional[int] = ..., namespace_id: _Optional[bytes] = ...) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("instance_id", "uptime_s", "tiers", "sessions", "namespaces", "tenants", "stores", "failed_loads", "poison_commits", "problems")
+    __slots__ = ("instance_id", "uptime_s", "tiers", "sessions", "namespaces", "tenants", "stores", "failed_loads", "poison_commits", "problems", "eviction_policy")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +223,7 @@ class StatsReply(_message.Message):
     FAILED_LOADS_FIELD_NUMBER: _ClassVar[int]
     POISON_COMMITS_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     instance_id: bytes
     uptime_s: float
     tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
@@ -233,4 +234,5 @@ class StatsReply(_message.Message):
     failed_loads: int
     poison_commits: int
     problems: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, instance_id: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[int] = ..., tenants: _Optional[int] = ..., stores: _Optional[int] = ..., failed_loads: _Optional[int] = ..., poison_commits: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+    eviction_policy: str
+    def __init__(self, instance_id: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[int] = ..., tenants: _Optional[int] = ..., stores: _Optional[int] = ..., failed_loads: _Optional[int] = ..., poison_commits: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., eviction_policy: _Optional[str] = ...) -> None: ...
