@@ -112,6 +112,7 @@ class Prefetch:
 
 
 NOTHING_FOUND = Found(None, {})
+_HIT, _MISSED = LookupResult.HIT, LookupResult.MISS  # `lookup` is called for every key, and an enum's names are slow
 _FULL = (Outcome.REJECTED_TIER_FULL, Outcome.REJECTED_QUOTA, Outcome.REJECTED_TIER_SICK)
 
 
@@ -271,13 +272,14 @@ class SchedulerHalf(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         record = req_context.get_state(RequestRecord)
         if record is None:
-            return LookupResult.MISS
-        if record.found is None:  # not before vLLM asks: a request that skips the cache asks nothing
-            record.found = self._look_up(record, req_context.load_tier_filter)
+            return _MISSED
+        found = record.found
+        if found is None:  # not before vLLM asks: a request that skips the cache asks nothing
+            found = record.found = self._look_up(record, req_context.load_tier_filter)
         chunk_key = get_offload_block_hash(key)
-        if chunk_key in record.found.coming:
-            return LookupResult.RETRY
-        return LookupResult.HIT if chunk_key in record.found.chunks else LookupResult.MISS
+        if chunk_key in found.chunks:
+            return _HIT
+        return LookupResult.RETRY if chunk_key in found.coming else _MISSED
 
     def _look_up(self, record: RequestRecord, tiers: TierFilter) -> Found:
         attached = self._usable()
@@ -295,13 +297,17 @@ class SchedulerHalf(OffloadingManager):
                 self._expect(record, missing)
         from_cpu = tiers.allows(Medium.CPU, Locality.LOCAL)
         places = zip(slots.tolist(), generations.tolist(), strict=True)
-        if from_cpu and not record.barred and codes.count(CPU) == len(codes):
-            return Found(attached, dict(zip(keys, places, strict=True)))  # as usual; it must be quick
-        chunks = {
-            key: place
-            for key, code, place in zip(keys, codes, places, strict=True)
-            if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
-        }
+        in_memory = codes.count(CPU)
+        if in_memory == 0:
+            chunks = {}
+        elif in_memory == len(keys) and from_cpu and not record.barred:
+            chunks = dict(zip(keys, places, strict=True))
+        else:
+            chunks = {
+                key: place
+                for key, code, place in zip(keys, codes, places, strict=True)
+                if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
+            }
         coming: Collection[bytes] = ()
         if (FS in codes or PENDING in codes) and tiers.allows(Medium.STORAGE, Locality.LOCAL):
             coming = self._prefetch(record, attached, dict(zip(keys, codes, strict=True)), chunks)

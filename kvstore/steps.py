@@ -103,7 +103,7 @@ class Steps:
         self._promotes_sent = 0
         self._promotes_answered = 0
         self._operations = 0  # in the queues above
-        self._misses = 0
+        self._misses: deque[int] = deque()  # not guarded: a deque's append and popleft are whole by themselves
         self._wanted = 0
         self._tails: set[Ref] = set()
         self._probe: store_pb2.Probe | None = None
@@ -274,10 +274,9 @@ class Steps:
         return self._promotes_answered
 
     def miss(self, count: int) -> None:
-        """So many chunks were looked for and are in no tier."""
-        with self._lock:
-            if self._accepting():
-                self._misses += count
+        """So many chunks were looked for and are in no tier. Never waits, not even for the lock: a lookup ends here."""
+        if count and self._accepting():
+            self._misses.append(count)
 
     def probe(self, engine_family: str, hash_algorithm: str, value: bytes) -> None:
         """The engine's hash of the fixed token list; a refusal arrives as the group's state."""
@@ -477,14 +476,14 @@ class Steps:
             number=self._number,
             instance_id=self._session.instance_id,
             grants_wanted=self._wanted,
-            misses=self._misses,
+            misses=sum(self._misses.popleft() for _ in range(len(self._misses))),
             probe=self._probe,
             fresh_namespace=self._fresh,
             tails=map(_slot_ref, self._tails),
         )
         if self._fresh:
             self._fresh_number = self._number
-        self._wanted = self._misses = 0
+        self._wanted = 0
         self._tails.clear()
         self._probe, self._fresh, self._ping = None, False, False
 
@@ -597,13 +596,14 @@ class Steps:
             self._touches,
             self._promotes,
             self._grants,
+            self._misses,
         ):
             queue.clear()
         self._leases.clear()
         self._held.clear()
         self._tails.clear()
         self._unanswered.clear()
-        self._operations = self._misses = self._wanted = self._grants_coming = 0
+        self._operations = self._wanted = self._grants_coming = 0
         self._probe, self._fresh, self._ping, self._flushing = None, False, False, False
         self._changed.notify_all()
 
