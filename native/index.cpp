@@ -128,8 +128,9 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     if (in_lower) erase_lower(digest);
     const std::uint32_t kept =
         commit.parent.empty() ? NO_RECORD : find(hasher(commit.parent), name_space, commit.tenant, commit.parent);
+    const bool cut_off = !commit.parent.empty() && kept == NO_RECORD;
     if (Quota* quota = quota_of(commit.tenant);
-        quota != nullptr && !make_room_in(*quota, class_bytes(commit.at.slot), kept)) {
+        quota != nullptr && !make_room_in(*quota, class_bytes(commit.at.slot), kept, cut_off)) {
         if (in_lower) insert_lower(digest, Where::FS);
         drop_grant(group, commit.at.slot);
         return CommitCode::QUOTA;

@@ -170,7 +170,8 @@ class Index {
 
     // What the tenant's chunks may take here; nothing: no limit (quota.cpp). Chunks there are stay: the caller removes
     // the excess. A commit over the quota evicts the tenant's own least recently used chunks, or is refused.
-    void set_quota(const Id& tenant, std::optional<std::uint64_t> nbytes);
+    // Returns what they take now.
+    std::uint64_t set_quota(const Id& tenant, std::optional<std::uint64_t> nbytes);
 
     void touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys, std::uint64_t now_ms);
     std::vector<Where> lookup(const Id& name_space, const Id& tenant, std::span<const Bytes> keys) const;
@@ -292,7 +293,7 @@ class Index {
     bool is_unwritten(const Record& record) const { return record.live && !record.in_lower && record.io == 0; }
     Unwritten unwritten_at(std::uint32_t record) const;
     Quota* quota_of(const Id& tenant);
-    bool make_room_in(Quota& quota, std::uint64_t nbytes, std::uint32_t kept);
+    bool make_room_in(Quota& quota, std::uint64_t nbytes, std::uint32_t kept, bool cut_off);
     void quota_problems(std::vector<std::string>& problems) const;
     void unlist(std::uint32_t record);
     void list(std::uint32_t record);
