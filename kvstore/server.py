@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import errno
 import fcntl
+import gc
 import logging
 import os
 import resource
@@ -23,6 +24,7 @@ import secrets
 import signal
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from pathlib import Path
@@ -55,6 +57,8 @@ INSTANCE_ID_BYTES = 16
 INDEX_KEY_BYTES = 16
 LEASE_SWEEP_S = 1.0
 NOTE_USES_S = 60.0  # so exactly is it known after a kill when a namespace was last used
+THREAD_SWITCH_S = 0.0005
+OLD_COLLECTIONS_APART = 1_000  # collections of the middle generation between two of everything
 WRITE_BACK_INTERVAL_S = 0.05
 DESCRIPTORS_OTHER = 256
 HEALTH_INTERVAL_S = 1.0
@@ -84,6 +88,7 @@ class StartFailed(Exception):
 def serve(config: ServeConfig, *, verify: bool = False) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit code; what went wrong is in the log."""
     _raise_descriptor_limit()
+    _keep_pauses_short()
     try:
         with contextlib.ExitStack() as stack:
             group = _shared_group(config)
@@ -114,6 +119,14 @@ def _raise_descriptor_limit() -> None:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _keep_pauses_short() -> None:
+    """Of the event loop's thread, by the interpreter: a thread that runs Python keeps the lock from others for so long,
+    and the collector looks at every object there is while everybody waits. The tiers' catalogs have no cycles."""
+    sys.setswitchinterval(THREAD_SWITCH_S)
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, OLD_COLLECTIONS_APART)
 
 
 async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory | None, *, verify: bool) -> None:
@@ -293,6 +306,7 @@ async def _close_fs(movement: Movement, config: ServeConfig) -> None:
 
 async def _warm(movement: Movement, store: Store, last_uses: LastUses) -> None:
     await movement.show_found()
+    gc.freeze()  # what is found at the start stays, and would be looked at each time
     try:
         last_uses.load(await movement.fs.last_uses())
         store.remember(await movement.fs.namespaces())
