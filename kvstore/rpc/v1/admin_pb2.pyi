@@ -22,12 +22,14 @@ class NamespacesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Namespace(_message.Message):
-    __slots__ = ("namespace_id", "document")
+    __slots__ = ("namespace_id", "document", "unused_s")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_S_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     document: str
-    def __init__(self, namespace_id: _Optional[bytes] = ..., document: _Optional[str] = ...) -> None: ...
+    unused_s: float
+    def __init__(self, namespace_id: _Optional[bytes] = ..., document: _Optional[str] = ..., unused_s: _Optional[float] = ...) -> None: ...
 
 class NamespacesPage(_message.Message):
     __slots__ = ("namespaces",)
@@ -124,6 +126,58 @@ class RemoveReply(_message.Message):
     BY_TIER_FIELD_NUMBER: _ClassVar[int]
     by_tier: _containers.RepeatedCompositeFieldContainer[TierRemoval]
     def __init__(self, by_tier: _Optional[_Iterable[_Union[TierRemoval, _Mapping]]] = ...) -> None: ...
+
+class SetQuotaRequest(_message.Message):
+    __slots__ = ("what", "bytes")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    what: Selection
+    bytes: int
+    def __init__(self, what: _Optional[_Union[Selection, _Mapping]] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class QuotasRequest(_message.Message):
+    __slots__ = ("what",)
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    what: Selection
+    def __init__(self, what: _Optional[_Union[Selection, _Mapping]] = ...) -> None: ...
+
+class Quota(_message.Message):
+    __slots__ = ("tenant_id", "unsalted", "tier", "bytes")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    UNSALTED_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: bytes
+    unsalted: bool
+    tier: str
+    bytes: int
+    def __init__(self, tenant_id: _Optional[bytes] = ..., unsalted: bool = ..., tier: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class QuotasPage(_message.Message):
+    __slots__ = ("quotas",)
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    quotas: _containers.RepeatedCompositeFieldContainer[Quota]
+    def __init__(self, quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
+
+class CollectRequest(_message.Message):
+    __slots__ = ("unused_ms", "dry_run")
+    UNUSED_MS_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    unused_ms: int
+    dry_run: bool
+    def __init__(self, unused_ms: _Optional[int] = ..., dry_run: bool = ...) -> None: ...
+
+class CollectedNamespace(_message.Message):
+    __slots__ = ("namespace_id", "document", "unused_s", "by_tier")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_S_FIELD_NUMBER: _ClassVar[int]
+    BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    document: str
+    unused_s: float
+    by_tier: _containers.RepeatedCompositeFieldContainer[TierRemoval]
+    def __init__(self, namespace_id: _Optional[bytes] = ..., document: _Optional[str] = ..., unused_s: _Optional[float] = ..., by_tier: _Optional[_Iterable[_Union[TierRemoval, _Mapping]]] = ...) -> None: ...
 
 class CheckRequest(_message.Message):
     __slots__ = ()
