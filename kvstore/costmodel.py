@@ -254,8 +254,9 @@ def decide_load(
             sick = True
             costs.append((option, math.inf))
             continue
+        rest_s = recompute_s(model, min(option.end_token, prompt_tokens), prompt_tokens)
         cost_s = load_cost_s(
-            recompute_s(model, min(option.end_token, prompt_tokens), prompt_tokens),
+            rest_s,
             gpu,
             load_s=option.transfer_s,
             link_backlog_s=option.link_backlog_s,
@@ -266,8 +267,11 @@ def decide_load(
             costs.append((option, math.inf))
             continue
         costs.append((option, cost_s))
-        # The margin is against recomputing, the sure thing; two options are compared as they are.
-        if cost_s * (1 + option.margin) < recompute_cost_s and cost_s < best_cost_s:
+        # The margin is against recomputing, the sure thing; two options are compared as they are. It is of what the
+        # estimates differ in: what is computed either way would hide a short hit of a long prompt behind its error.
+        either_way_s = rest_s * (1 + gpu.waiting_count)
+        pays = (cost_s - either_way_s) * (1 + option.margin) < recompute_cost_s - either_way_s
+        if pays and cost_s < best_cost_s:
             best, best_cost_s = option, cost_s
     if best is not None:
         reason = LoadReason.LOAD_IS_QUICKER

@@ -17,6 +17,7 @@ run at once, and all together take at most half of what is free or could be evic
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,17 @@ class _Promotion:
     slot_bytes: int
     groups: set[int] = field(default_factory=set)
     outcome: ReadOutcome | None = None
+    request: "_Request | None" = None
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """What one group asked for at once."""
+
+    group: int
+    began_s: float
+    reading: int = 0  # begun for it and not landed
+    landed: int = 0
 
 
 class Movement:
@@ -72,6 +84,8 @@ class Movement:
         self._warm = False  # until then the fs tier refuses stores, and they wait here
         self._promotions: dict[ChunkId, _Promotion] = {}
         self._promoting_bytes = 0
+        # Told when all that was begun for one `promote` has landed: group, chunks, seconds.
+        self.on_read: Callable[[int, int, float], None] = lambda _group, _chunks, _seconds: None
         self._idle = asyncio.Event()
         self._idle.set()
         fs.on_change = self._fs_changed
@@ -156,6 +170,7 @@ class Movement:
         What is not begun is still shown as FS when this returns: for the one who asked, that is a miss.
         """
         slot_bytes = class_bytes(chunk_bytes)
+        request = _Request(group, time.monotonic())
         for key in keys:
             chunk = ChunkId(namespace, tenant, key)
             running = self._promotions.get(chunk)
@@ -170,7 +185,8 @@ class Movement:
             if not grants:
                 return
             [(slot, generation)] = grants
-            promotion = _Promotion(chunk, slot, generation, slot_bytes, {group})
+            promotion = _Promotion(chunk, slot, generation, slot_bytes, {group}, request=request)
+            request.reading += 1
             self._promotions[chunk] = promotion
             self._promoting_bytes += slot_bytes
             self._index.set_lower(*chunk, PENDING)
@@ -206,6 +222,12 @@ class Movement:
         else:
             self._index.abort(OWN_GROUP, [ref])
         self._show(chunk)
+        request = promotion.request
+        assert request is not None, f"slot {promotion.slot} was read for nobody"
+        request.reading -= 1
+        request.landed += promotion.outcome is ReadOutcome.READ
+        if request.reading == 0 and request.landed:
+            self.on_read(request.group, request.landed, time.monotonic() - request.began_s)
 
     # -- removal -------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ Invariants, each kept after every call:
 import itertools
 import json
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -42,6 +42,7 @@ from kvstore.errors import (
     SeedMismatch,
     Unavailable,
 )
+from kvstore.explanations import Explanations
 from kvstore.movement import OWN_GROUP, Movement
 from kvstore.namespace import NAMESPACE_ID_BYTES, canonical_json, differing_fields, digest, seed_fingerprint
 from kvstore.rpc.v1 import admin_pb2, store_pb2
@@ -106,6 +107,8 @@ class Group:
     sessions: set[Session] = field(default_factory=set)  # connected
     processes: set[Session] = field(default_factory=set)  # of processes that have not ended, connected or not
     granted: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> (generation, epoch when granted)
+    # Reads from disk that nobody was told of: chunks, seconds.
+    reads: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=limits.READS_UNTOLD_MAX))
 
     def workers(self) -> list[Session]:
         ranked = [session for session in self.sessions if session.role == store_pb2.ROLE_WORKER]
@@ -153,6 +156,10 @@ class Store:
         self._unsalted = tenant_id(tenant_key, None)
         self._started_ms = started_ms
         self._movement = movement
+        if movement is not None:
+            movement.on_read = self._was_read
+        self.explanations = Explanations()
+        self._learned: OrderedDict[str, dict[str, str]] = OrderedDict()  # how an engine is -> document by name
         self._document_is_new = keep_document
         self._verify = verify
         self._random_bytes = random_bytes
@@ -316,6 +323,12 @@ class Store:
             for chain in request.promotes:
                 self._movement.promote(group.number, group.namespace, chain.tenant, chain.keys, group.chunk_bytes)
         self._misses += request.misses
+        self.explanations.told(group.name, group.namespace, request.decisions, now_ms)
+        self._learn(request, reply)
+        while group.reads:
+            chunks, seconds = group.reads.popleft()
+            reply.reads.add(chunks=chunks, seconds=seconds)
+        reply.cpu_full = self._is_full(group)
         if request.grants_wanted:
             grants, short = self._grant(group, request.grants_wanted, request.tails, now_ms)
             reply.grants_short = cast("store_pb2.Outcome", short)
@@ -329,6 +342,28 @@ class Store:
         while len(session.replies) > limits.STEPS_UNANSWERED_MAX:
             session.replies.popitem(last=False)
         return reply
+
+    def _was_read(self, group_number: int, chunks: int, seconds: float) -> None:
+        for group in self._groups.values():
+            if group.number == group_number:
+                group.reads.append((chunks, seconds))
+
+    def _is_full(self, group: Group) -> bool:
+        index = self._index.stats()
+        taken = index["used_bytes"] + index["granted_bytes"]
+        return taken + group.slot_bytes > self._tier.ready_bytes
+
+    def _learn(self, request: store_pb2.StepRequest, reply: store_pb2.StepReply) -> None:
+        if not request.learning:
+            return
+        kept = self._learned.setdefault(request.learning, {})
+        self._learned.move_to_end(request.learning)
+        kept.update((learned.name, learned.document) for learned in request.learned)
+        while len(self._learned) > limits.LEARNED_KEPT_MAX:
+            self._learned.popitem(last=False)
+        if request.learned_wanted:
+            for name, document in kept.items():
+                reply.learned.add(name=name, document=document)
 
     def lookup(self, request: store_pb2.LookupRequest) -> bytes:
         """One code of `kvstore._native` per key. BadKey, ProtocolError, LimitExceeded."""
@@ -388,6 +423,8 @@ class Store:
             failed_loads=self._failed_loads,
             poison_commits=index["poison_commits"],
             problems=self.problems() if self._verify else (),
+            decisions=self.explanations.counts(),
+            balances=self.explanations.balances(),
         )
 
     def _fs_stats(self, movement: Movement) -> admin_pb2.TierStats:
@@ -812,6 +849,8 @@ class Store:
                 outcomes[position] = code  # the numbers of wire and index agree; not granted: removed meanwhile
                 if code == STORED:
                     self._stores += 1
+                    commit = commits[position]
+                    self.explanations.stored(group.name, group.namespace, commit.tenant, commit.key, now_ms)
                     self._write_through(group, commits[position])
         self._abort(group, aborted)
         return outcomes
@@ -901,6 +940,13 @@ def _require_well_formed(request: store_pb2.StepRequest, last_number: int) -> No
     )
     if operations > limits.OPERATIONS_PER_STEP_MAX:
         raise LimitExceeded(f"{operations} operations in one message; at most {limits.OPERATIONS_PER_STEP_MAX}")
+    if len(request.decisions) > limits.DECISIONS_PER_STEP_MAX or len(request.learned) > limits.LEARNED_PER_STEP_MAX:
+        raise LimitExceeded(f"{len(request.decisions)} decisions and {len(request.learned)} documents in one message")
+    for learned in request.learned:
+        if len(learned.name) + len(learned.document) > limits.LEARNED_DOCUMENT_BYTES_MAX:
+            raise LimitExceeded(f"a document of {len(learned.document)} characters about what was learned")
+    if len(request.learning) > limits.LEARNED_DOCUMENT_BYTES_MAX:
+        raise LimitExceeded(f"{len(request.learning)} characters say how an engine is")
     if len(request.tails) > limits.TAILS_PER_STEP_MAX:
         raise LimitExceeded(f"{len(request.tails)} tails in one message; at most {limits.TAILS_PER_STEP_MAX}")
     for tenant in _tenants(request):

@@ -22,53 +22,66 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvstore.rpc.v1 import store_pb2 as kvstore_dot_rpc_dot_v1_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvstore/rpc/v1/admin.proto\x12\x0ekvstore.rpc.v1\"^\n\tSelection\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x13\n\ttenant_id\x18\x02 \x01(\x0cH\x00\x12\x0e\n\x04salt\x18\x03 \x01(\tH\x00\x12\x0c\n\x04tier\x18\x04 \x01(\tB\x08\n\x06tenant\"\x13\n\x11NamespacesRequest\"3\n\tNamespace\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x10\n\x08\x64ocument\x18\x02 \x01(\t\"?\n\x0eNamespacesPage\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.kvstore.rpc.v1.Namespace\"7\n\x0cUsageRequest\x12\'\n\x04what\x18\x01 \x01(\x0b\x32\x19.kvstore.rpc.v1.Selection\"u\n\x0bTenantUsage\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x11\n\ttenant_id\x18\x02 \x01(\x0c\x12\x10\n\x08unsalted\x18\x03 \x01(\x08\x12\x0c\n\x04tier\x18\x04 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\"7\n\tUsagePage\x12*\n\x05usage\x18\x01 \x03(\x0b\x32\x1b.kvstore.rpc.v1.TenantUsage\"G\n\rChunksRequest\x12\'\n\x04what\x18\x01 \x01(\x0b\x32\x19.kvstore.rpc.v1.Selection\x12\r\n\x05limit\x18\x02 \x01(\x04\"z\n\x05\x43hunk\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x11\n\ttenant_id\x18\x02 \x01(\x0c\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x0c\n\x04tier\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0e\n\x06idle_s\x18\x06 \x01(\x01\x12\x0e\n\x06leased\x18\x07 \x01(\x08\"3\n\nChunksPage\x12%\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x15.kvstore.rpc.v1.Chunk\"\x95\x01\n\rRemoveRequest\x12\'\n\x04what\x18\x01 \x01(\x0b\x32\x19.kvstore.rpc.v1.Selection\x12\x1a\n\rolder_than_ms\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\x05\x62ytes\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\x42\x10\n\x0e_older_than_msB\x08\n\x06_bytes\"R\n\x0bTierRemoval\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x16\n\x0eskipped_pinned\x18\x04 \x01(\x04\";\n\x0bRemoveReply\x12,\n\x07\x62y_tier\x18\x01 \x03(\x0b\x32\x1b.kvstore.rpc.v1.TierRemoval\"\x0e\n\x0c\x43heckRequest\"\x1e\n\nCheckReply\x12\x10\n\x08problems\x18\x01 \x03(\t\"\x0e\n\x0cStatsRequest\"\xad\x02\n\tTierStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x15\n\rgranted_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x05 \x01(\x04\x12\x16\n\x0eoverhead_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x07 \x01(\x04\x12\x0c\n\x04hits\x18\x08 \x01(\x04\x12\x0e\n\x06misses\x18\t \x01(\x04\x12\x11\n\tevictions\x18\n \x01(\x04\x12\x13\n\x0b\x63orruptions\x18\x0b \x01(\x04\x12\x13\n\x0bready_bytes\x18\x0c \x01(\x04\x12\x10\n\x08removals\x18\r \x01(\x04\x12\x0c\n\x04sick\x18\x0e \x01(\t\x12\x16\n\x0e\x64ropped_stores\x18\x0f \x01(\x04\"i\n\x0cSessionStats\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0b\n\x03uid\x18\x04 \x01(\r\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x14\n\x0cnamespace_id\x18\x06 \x01(\x0c\"\x82\x02\n\nStatsReply\x12\x13\n\x0binstance_id\x18\x01 \x01(\x0c\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12(\n\x05tiers\x18\x03 \x03(\x0b\x32\x19.kvstore.rpc.v1.TierStats\x12.\n\x08sessions\x18\x04 \x03(\x0b\x32\x1c.kvstore.rpc.v1.SessionStats\x12\x12\n\nnamespaces\x18\x05 \x01(\x04\x12\x0f\n\x07tenants\x18\x06 \x01(\x04\x12\x0e\n\x06stores\x18\x07 \x01(\x04\x12\x14\n\x0c\x66\x61iled_loads\x18\x08 \x01(\x04\x12\x16\n\x0epoison_commits\x18\t \x01(\x04\x12\x10\n\x08problems\x18\n \x03(\t2\xb1\x03\n\x05\x41\x64min\x12\x41\n\x05Stats\x12\x1c.kvstore.rpc.v1.StatsRequest\x1a\x1a.kvstore.rpc.v1.StatsReply\x12Q\n\nNamespaces\x12!.kvstore.rpc.v1.NamespacesRequest\x1a\x1e.kvstore.rpc.v1.NamespacesPage0\x01\x12\x42\n\x05Usage\x12\x1c.kvstore.rpc.v1.UsageRequest\x1a\x19.kvstore.rpc.v1.UsagePage0\x01\x12\x45\n\x06\x43hunks\x12\x1d.kvstore.rpc.v1.ChunksRequest\x1a\x1a.kvstore.rpc.v1.ChunksPage0\x01\x12\x44\n\x06Remove\x12\x1d.kvstore.rpc.v1.RemoveRequest\x1a\x1b.kvstore.rpc.v1.RemoveReply\x12\x41\n\x05\x43heck\x12\x1c.kvstore.rpc.v1.CheckRequest\x1a\x1a.kvstore.rpc.v1.CheckReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvstore/rpc/v1/admin.proto\x12\x0ekvstore.rpc.v1\x1a\x1akvstore/rpc/v1/store.proto\"^\n\tSelection\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x13\n\ttenant_id\x18\x02 \x01(\x0cH\x00\x12\x0e\n\x04salt\x18\x03 \x01(\tH\x00\x12\x0c\n\x04tier\x18\x04 \x01(\tB\x08\n\x06tenant\"\x13\n\x11NamespacesRequest\"3\n\tNamespace\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x10\n\x08\x64ocument\x18\x02 \x01(\t\"?\n\x0eNamespacesPage\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.kvstore.rpc.v1.Namespace\"7\n\x0cUsageRequest\x12\'\n\x04what\x18\x01 \x01(\x0b\x32\x19.kvstore.rpc.v1.Selection\"u\n\x0bTenantUsage\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x11\n\ttenant_id\x18\x02 \x01(\x0c\x12\x10\n\x08unsalted\x18\x03 \x01(\x08\x12\x0c\n\x04tier\x18\x04 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\"7\n\tUsagePage\x12*\n\x05usage\x18\x01 \x03(\x0b\x32\x1b.kvstore.rpc.v1.TenantUsage\"G\n\rChunksRequest\x12\'\n\x04what\x18\x01 \x01(\x0b\x32\x19.kvstore.rpc.v1.Selection\x12\r\n\x05limit\x18\x02 \x01(\x04\"z\n\x05\x43hunk\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x11\n\ttenant_id\x18\x02 \x01(\x0c\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x0c\n\x04tier\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0e\n\x06idle_s\x18\x06 \x01(\x01\x12\x0e\n\x06leased\x18\x07 \x01(\x08\"3\n\nChunksPage\x12%\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x15.kvstore.rpc.v1.Chunk\"\x95\x01\n\rRemoveRequest\x12\'\n\x04what\x18\x01 \x01(\x0b\x32\x19.kvstore.rpc.v1.Selection\x12\x1a\n\rolder_than_ms\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\x05\x62ytes\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\x42\x10\n\x0e_older_than_msB\x08\n\x06_bytes\"R\n\x0bTierRemoval\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x16\n\x0eskipped_pinned\x18\x04 \x01(\x04\";\n\x0bRemoveReply\x12,\n\x07\x62y_tier\x18\x01 \x03(\x0b\x32\x1b.kvstore.rpc.v1.TierRemoval\";\n\x0e\x45xplainRequest\x12\x11\n\x07request\x18\x01 \x01(\tH\x00\x12\r\n\x03key\x18\x02 \x01(\x0cH\x00\x42\x07\n\x05\x61\x62out\"k\n\tExplained\x12*\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x18.kvstore.rpc.v1.Decision\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\x14\n\x0cnamespace_id\x18\x04 \x01(\x0c\"B\n\x07KeyFate\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x11\n\ttenant_id\x18\x02 \x01(\x0c\x12\x0e\n\x06\x65vents\x18\x03 \x03(\t\"c\n\x0c\x45xplainReply\x12,\n\tdecisions\x18\x01 \x03(\x0b\x32\x19.kvstore.rpc.v1.Explained\x12%\n\x04keys\x18\x02 \x03(\x0b\x32\x17.kvstore.rpc.v1.KeyFate\"\x0e\n\x0c\x43heckRequest\"\x1e\n\nCheckReply\x12\x10\n\x08problems\x18\x01 \x03(\t\"\x0e\n\x0cStatsRequest\"\xad\x02\n\tTierStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x15\n\rgranted_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x05 \x01(\x04\x12\x16\n\x0eoverhead_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x07 \x01(\x04\x12\x0c\n\x04hits\x18\x08 \x01(\x04\x12\x0e\n\x06misses\x18\t \x01(\x04\x12\x11\n\tevictions\x18\n \x01(\x04\x12\x13\n\x0b\x63orruptions\x18\x0b \x01(\x04\x12\x13\n\x0bready_bytes\x18\x0c \x01(\x04\x12\x10\n\x08removals\x18\r \x01(\x04\x12\x0c\n\x04sick\x18\x0e \x01(\t\x12\x16\n\x0e\x64ropped_stores\x18\x0f \x01(\x04\"i\n\x0cSessionStats\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0b\n\x03uid\x18\x04 \x01(\r\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x14\n\x0cnamespace_id\x18\x06 \x01(\x0c\"Y\n\x0e\x41\x64missionCount\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tdecisions\x18\x03 \x01(\x04\x12\x16\n\x0erefused_chunks\x18\x04 \x01(\x04\"\x86\x01\n\x0bTierBalance\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05loads\x18\x02 \x01(\x04\x12\x13\n\x0bpredicted_s\x18\x03 \x01(\x01\x12\x12\n\nrealised_s\x18\x04 \x01(\x01\x12\x0e\n\x06load_s\x18\x05 \x01(\x01\x12\x0f\n\x07saved_s\x18\x06 \x01(\x01\x12\x10\n\x08regret_s\x18\x07 \x01(\x01\"\xe4\x02\n\nStatsReply\x12\x13\n\x0binstance_id\x18\x01 \x01(\x0c\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12(\n\x05tiers\x18\x03 \x03(\x0b\x32\x19.kvstore.rpc.v1.TierStats\x12.\n\x08sessions\x18\x04 \x03(\x0b\x32\x1c.kvstore.rpc.v1.SessionStats\x12\x12\n\nnamespaces\x18\x05 \x01(\x04\x12\x0f\n\x07tenants\x18\x06 \x01(\x04\x12\x0e\n\x06stores\x18\x07 \x01(\x04\x12\x14\n\x0c\x66\x61iled_loads\x18\x08 \x01(\x04\x12\x16\n\x0epoison_commits\x18\t \x01(\x04\x12\x10\n\x08problems\x18\n \x03(\t\x12\x31\n\tdecisions\x18\x0b \x03(\x0b\x32\x1e.kvstore.rpc.v1.AdmissionCount\x12-\n\x08\x62\x61lances\x18\x0c \x03(\x0b\x32\x1b.kvstore.rpc.v1.TierBalance2\xfa\x03\n\x05\x41\x64min\x12\x41\n\x05Stats\x12\x1c.kvstore.rpc.v1.StatsRequest\x1a\x1a.kvstore.rpc.v1.StatsReply\x12Q\n\nNamespaces\x12!.kvstore.rpc.v1.NamespacesRequest\x1a\x1e.kvstore.rpc.v1.NamespacesPage0\x01\x12\x42\n\x05Usage\x12\x1c.kvstore.rpc.v1.UsageRequest\x1a\x19.kvstore.rpc.v1.UsagePage0\x01\x12\x45\n\x06\x43hunks\x12\x1d.kvstore.rpc.v1.ChunksRequest\x1a\x1a.kvstore.rpc.v1.ChunksPage0\x01\x12\x44\n\x06Remove\x12\x1d.kvstore.rpc.v1.RemoveRequest\x1a\x1b.kvstore.rpc.v1.RemoveReply\x12G\n\x07\x45xplain\x12\x1e.kvstore.rpc.v1.ExplainRequest\x1a\x1c.kvstore.rpc.v1.ExplainReply\x12\x41\n\x05\x43heck\x12\x1c.kvstore.rpc.v1.CheckRequest\x1a\x1a.kvstore.rpc.v1.CheckReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.rpc.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SELECTION']._serialized_start=46
-  _globals['_SELECTION']._serialized_end=140
-  _globals['_NAMESPACESREQUEST']._serialized_start=142
-  _globals['_NAMESPACESREQUEST']._serialized_end=161
-  _globals['_NAMESPACE']._serialized_start=163
-  _globals['_NAMESPACE']._serialized_end=214
-  _globals['_NAMESPACESPAGE']._serialized_start=216
-  _globals['_NAMESPACESPAGE']._serialized_end=279
-  _globals['_USAGEREQUEST']._serialized_start=281
-  _globals['_USAGEREQUEST']._serialized_end=336
-  _globals['_TENANTUSAGE']._serialized_start=338
-  _globals['_TENANTUSAGE']._serialized_end=455
-  _globals['_USAGEPAGE']._serialized_start=457
-  _globals['_USAGEPAGE']._serialized_end=512
-  _globals['_CHUNKSREQUEST']._serialized_start=514
-  _globals['_CHUNKSREQUEST']._serialized_end=585
-  _globals['_CHUNK']._serialized_start=587
-  _globals['_CHUNK']._serialized_end=709
-  _globals['_CHUNKSPAGE']._serialized_start=711
-  _globals['_CHUNKSPAGE']._serialized_end=762
-  _globals['_REMOVEREQUEST']._serialized_start=765
-  _globals['_REMOVEREQUEST']._serialized_end=914
-  _globals['_TIERREMOVAL']._serialized_start=916
-  _globals['_TIERREMOVAL']._serialized_end=998
-  _globals['_REMOVEREPLY']._serialized_start=1000
-  _globals['_REMOVEREPLY']._serialized_end=1059
-  _globals['_CHECKREQUEST']._serialized_start=1061
-  _globals['_CHECKREQUEST']._serialized_end=1075
-  _globals['_CHECKREPLY']._serialized_start=1077
-  _globals['_CHECKREPLY']._serialized_end=1107
-  _globals['_STATSREQUEST']._serialized_start=1109
-  _globals['_STATSREQUEST']._serialized_end=1123
-  _globals['_TIERSTATS']._serialized_start=1126
-  _globals['_TIERSTATS']._serialized_end=1427
-  _globals['_SESSIONSTATS']._serialized_start=1429
-  _globals['_SESSIONSTATS']._serialized_end=1534
-  _globals['_STATSREPLY']._serialized_start=1537
-  _globals['_STATSREPLY']._serialized_end=1795
-  _globals['_ADMIN']._serialized_start=1798
-  _globals['_ADMIN']._serialized_end=2231
+  _globals['_SELECTION']._serialized_start=74
+  _globals['_SELECTION']._serialized_end=168
+  _globals['_NAMESPACESREQUEST']._serialized_start=170
+  _globals['_NAMESPACESREQUEST']._serialized_end=189
+  _globals['_NAMESPACE']._serialized_start=191
+  _globals['_NAMESPACE']._serialized_end=242
+  _globals['_NAMESPACESPAGE']._serialized_start=244
+  _globals['_NAMESPACESPAGE']._serialized_end=307
+  _globals['_USAGEREQUEST']._serialized_start=309
+  _globals['_USAGEREQUEST']._serialized_end=364
+  _globals['_TENANTUSAGE']._serialized_start=366
+  _globals['_TENANTUSAGE']._serialized_end=483
+  _globals['_USAGEPAGE']._serialized_start=485
+  _globals['_USAGEPAGE']._serialized_end=540
+  _globals['_CHUNKSREQUEST']._serialized_start=542
+  _globals['_CHUNKSREQUEST']._serialized_end=613
+  _globals['_CHUNK']._serialized_start=615
+  _globals['_CHUNK']._serialized_end=737
+  _globals['_CHUNKSPAGE']._serialized_start=739
+  _globals['_CHUNKSPAGE']._serialized_end=790
+  _globals['_REMOVEREQUEST']._serialized_start=793
+  _globals['_REMOVEREQUEST']._serialized_end=942
+  _globals['_TIERREMOVAL']._serialized_start=944
+  _globals['_TIERREMOVAL']._serialized_end=1026
+  _globals['_REMOVEREPLY']._serialized_start=1028
+  _globals['_REMOVEREPLY']._serialized_end=1087
+  _globals['_EXPLAINREQUEST']._serialized_start=1089
+  _globals['_EXPLAINREQUEST']._serialized_end=1148
+  _globals['_EXPLAINED']._serialized_start=1150
+  _globals['_EXPLAINED']._serialized_end=1257
+  _globals['_KEYFATE']._serialized_start=1259
+  _globals['_KEYFATE']._serialized_end=1325
+  _globals['_EXPLAINREPLY']._serialized_start=1327
+  _globals['_EXPLAINREPLY']._serialized_end=1426
+  _globals['_CHECKREQUEST']._serialized_start=1428
+  _globals['_CHECKREQUEST']._serialized_end=1442
+  _globals['_CHECKREPLY']._serialized_start=1444
+  _globals['_CHECKREPLY']._serialized_end=1474
+  _globals['_STATSREQUEST']._serialized_start=1476
+  _globals['_STATSREQUEST']._serialized_end=1490
+  _globals['_TIERSTATS']._serialized_start=1493
+  _globals['_TIERSTATS']._serialized_end=1794
+  _globals['_SESSIONSTATS']._serialized_start=1796
+  _globals['_SESSIONSTATS']._serialized_end=1901
+  _globals['_ADMISSIONCOUNT']._serialized_start=1903
+  _globals['_ADMISSIONCOUNT']._serialized_end=1992
+  _globals['_TIERBALANCE']._serialized_start=1995
+  _globals['_TIERBALANCE']._serialized_end=2129
+  _globals['_STATSREPLY']._serialized_start=2132
+  _globals['_STATSREPLY']._serialized_end=2488
+  _globals['_ADMIN']._serialized_start=2491
+  _globals['_ADMIN']._serialized_end=2997
 # @@protoc_insertion_point(module_scope)
