@@ -173,8 +173,9 @@ class Index:
     """The daemon's index: the only writer of the table. One thread calls it (the event loop); no I/O, no clock.
 
     `prefaulted_bytes` of the arena can be granted. Every chunk belongs to (namespace, tenant, key); `group` numbers are
-    chosen by the caller. `verify=True` (tests) fills a slot with POISON when it is granted and counts commits that
-    still hold poison.
+    chosen by the caller. Without an arena only sizes count, and `arena_bytes` says how much there would be.
+    `eviction_policy`: lru, probation or adaptive. `verify=True` (tests) fills a slot with POISON when it is granted and
+    counts commits that still hold poison.
     """
 
     def __init__(
@@ -182,10 +183,12 @@ class Index:
         *,
         table_fd: int,
         table_bytes: int,
-        arena: Arena,
+        arena: Arena | None,
+        arena_bytes: int = 0,
         unit_bytes: int,
         index_key: bytes,
         instance_id: bytes,
+        eviction_policy: str = "lru",
         verify: bool = False,
     ) -> None: ...
     @staticmethod
@@ -199,10 +202,10 @@ class Index:
     def grant(self, group: int, chunk_bytes: int, count: int) -> list[tuple[int, int]]:
         """Up to `count` of (slot, generation), each generation raised before it is returned; fewer: the tier is full.
 
-        Evicts when nothing is free: of this class the least recently used chunk that has neither resident children nor
-        a lease (first those whose parent was taken from them), or a whole slab of another class not used since then.
-        Fewer slots than asked for means that all the rest is leased, granted, or a parent of such. `count` 0 only makes
-        the size class known.
+        Evicts when nothing is free: of this class's chunks that have neither resident children nor a lease the one that
+        the policy names (first those whose parent was taken from them), or a whole slab of another class not used since
+        any of them. Fewer slots than asked for means that all the rest is leased, granted, or a parent of such. `count`
+        0 only makes the size class known.
 
         ValueError: chunk larger than the arena, or more than 32 size classes.
         """
@@ -213,10 +216,13 @@ class Index:
         namespace: bytes,
         commits: Sequence[tuple[int, int, bytes, bytes, bytes]],
         now_ms: int = 0,
+        *,
+        is_use: bool = True,
     ) -> list[int]:
         """(slot, generation, tenant, key, parent key or b"") -> one code each. Not STORED: the slot is free again.
 
-        NOT_GRANTED also for a slot that was granted before a removal that covers the chunk.
+        NOT_GRANTED also for a slot that was granted before a removal that covers the chunk. `is_use`: a request brought
+        the chunks, which counts as its use of each.
         """
 
     def abort(self, group: int, refs: Sequence[tuple[int, int]]) -> int:
@@ -238,8 +244,12 @@ class Index:
         A hint, left out where the table has no room. A chunk of the cpu tier stays CPU and becomes FS when evicted.
         """
 
-    def touch(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes], now_ms: int = 0) -> None:
-        """Head first; the tail is touched first, so that a parent is never older than its child."""
+    def touch(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes], now_ms: int = 0, *, again: int = 0) -> None:
+        """Head first; the tail is touched first, so that a parent is never older than its child.
+
+        One request is one use of each chunk: the first `again` keys it has used before, which makes them young but does
+        not count. A key that is not here counts, too: a request that is about to store it leaves it out.
+        """
 
     def lookup(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]) -> bytes:
         """Codes as of `Table.lookup`, full keys compared."""
@@ -288,9 +298,10 @@ class Index:
         """
 
     def stats(self) -> dict[str, int]:
-        """used_bytes granted_bytes pinned_bytes io_bytes chunks grants leases evictions removals entries entries_max
-        scopes tenants poison_commits digest_collisions. `entries_max` counts every place of the table; an insert can
-        fail before. `scopes`: pairs of namespace and tenant."""
+        """used_bytes granted_bytes pinned_bytes io_bytes chunks grants leases evictions ghosts removals entries
+        entries_max scopes tenants poison_commits digest_collisions. `entries_max` counts every place of the table; an
+        insert can fail before. `scopes`: pairs of namespace and tenant. `ghosts`: chunks that are gone, but whose uses
+        are remembered."""
 
     def problems(self) -> list[str]:
         """Every invariant that does not hold, a sentence each."""

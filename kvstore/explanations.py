@@ -5,8 +5,8 @@ the oldest goes first, and dies with the daemon. Nothing in the store depends on
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.decisions import REFUSED_PREFIX_BYTES
@@ -14,6 +14,8 @@ from kvstore.rpc.v1 import admin_pb2, store_pb2
 
 DECISIONS_KEPT = 4_096
 KEYS_KEPT = 65_536  # stored, and refused, each
+EVICTIONS_KEPT = 4_096
+REMOVALS_KEPT = 64
 REASONS_MAX = 64  # an engine may send any text
 TIERS_MAX = 8
 EXPLAINED_MAX = 64  # decisions in one answer
@@ -63,10 +65,22 @@ class Stored:
 
 
 @dataclass(slots=True)
+class _Evictions:
+    """What room for one group cost others, in one second."""
+
+    group: str
+    at_ms: int
+    chunks: int
+
+
+@dataclass(slots=True)
 class Explanations:
     _kept: OrderedDict[tuple[str, int], _Kept] = field(default_factory=OrderedDict)
-    _refused: OrderedDict[tuple[bytes, bytes], Refused] = field(default_factory=OrderedDict)
-    _stored: OrderedDict[tuple[bytes, bytes, bytes], Stored] = field(default_factory=OrderedDict)
+    # By how keys begin: what namespaces refused, and what was stored by namespace, tenant and key.
+    _refused: OrderedDict[bytes, dict[bytes, Refused]] = field(default_factory=OrderedDict)
+    _stored: OrderedDict[bytes, dict[tuple[bytes, bytes, bytes], Stored]] = field(default_factory=OrderedDict)
+    _evictions: deque[_Evictions] = field(default_factory=lambda: deque(maxlen=EVICTIONS_KEPT))
+    _removals: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=REMOVALS_KEPT))
     _counts: dict[tuple[str, str], _Count] = field(default_factory=dict)
     _balances: dict[str, _Balance] = field(default_factory=dict)
 
@@ -97,7 +111,7 @@ class Explanations:
         refused = Refused(decision.request, decision.reason, now_ms)
         prefixes, each = decision.refused, REFUSED_PREFIX_BYTES
         for first in range(0, len(prefixes), each):
-            self._refused[namespace, prefixes[first : first + each]] = refused
+            self._refused.setdefault(prefixes[first : first + each], {})[namespace] = refused
         while len(self._refused) > KEYS_KEPT:
             self._refused.popitem(last=False)
 
@@ -119,11 +133,24 @@ class Explanations:
 
     def stored(self, group: str, namespace: bytes, tenant: bytes, key: bytes, now_ms: int) -> None:
         """A chunk became visible."""
-        place = (namespace, tenant, key)
-        self._stored.pop(place, None)
-        self._stored[place] = Stored(group, now_ms)
+        start = key[:REFUSED_PREFIX_BYTES]
+        kept = self._stored.setdefault(start, {})
+        self._stored.move_to_end(start)
+        kept[namespace, tenant, key] = Stored(group, now_ms)
         if len(self._stored) > KEYS_KEPT:
             self._stored.popitem(last=False)
+
+    def evicted(self, group: str, chunks: int, now_ms: int) -> None:
+        """Chunks went from memory to make room for a group."""
+        last = self._evictions[-1] if self._evictions else None
+        if last is not None and last.group == group and now_ms - last.at_ms < 1000:
+            last.chunks += chunks
+        elif chunks:
+            self._evictions.append(_Evictions(group, now_ms, chunks))
+
+    def removed(self, what: str, now_ms: int) -> None:
+        """An operator removed something (`what`: from which tier)."""
+        self._removals.append((now_ms, what))
 
     # -- asked --------------------------------------------------------------------------------------------------------
 
@@ -132,18 +159,49 @@ class Explanations:
         found = [kept for kept in self._kept.values() if kept.decision.request.startswith(request)]
         return [_explained(kept, now_ms) for kept in found[-EXPLAINED_MAX:]]
 
-    def refusals(self, key: bytes) -> Iterator[tuple[bytes, Refused]]:
-        """Namespace and refusal of keys that begin as this one does."""
-        prefix = key[:REFUSED_PREFIX_BYTES]
-        return ((namespace, refused) for (namespace, start), refused in self._refused.items() if start == prefix)
+    def of_key(
+        self,
+        key: bytes,
+        places: Iterable[tuple[bytes, bytes]],
+        where: Callable[[bytes, bytes, bytes], str],
+        now_ms: int,
+    ) -> list[admin_pb2.KeyFate]:
+        """What is known of keys that begin so. `places`: namespaces and tenants in which a whole key is looked for;
+        `where(namespace, tenant, key)`: the tier that holds it now, or ""."""
+        fates: list[admin_pb2.KeyFate] = []
+        known = set()
+        start = key[:REFUSED_PREFIX_BYTES]
+        for (namespace, tenant, full), stored in self._stored.get(start, {}).items():
+            if not full.startswith(key):
+                continue
+            known.add((namespace, tenant, full))
+            events = [f"stored {_ago(stored.at_ms, now_ms)} by {stored.group}"]
+            tier = where(namespace, tenant, full)
+            events.append(f"in the {tier} tier now" if tier else self._gone(stored.at_ms, now_ms))
+            fates.append(admin_pb2.KeyFate(namespace_id=namespace, tenant_id=tenant, events=events))
+        for namespace, tenant in places:
+            if (namespace, tenant, key) not in known and (tier := where(namespace, tenant, key)):
+                events = [f"in the {tier} tier now; when it was stored is no longer known"]
+                fates.append(admin_pb2.KeyFate(namespace_id=namespace, tenant_id=tenant, events=events))
+        for namespace, refused in self._refused.get(start, {}).items():
+            text = f"not stored {_ago(refused.at_ms, now_ms)}, for request {refused.request}: {refused.reason}"
+            fates.append(admin_pb2.KeyFate(namespace_id=namespace, events=[text]))
+        return fates[-EXPLAINED_MAX:]
 
-    def stores(self, key: bytes) -> Iterator[tuple[bytes, bytes, bytes, Stored]]:
-        """Namespace, tenant and key of chunks that were stored, where the key begins so."""
-        return (
-            (namespace, tenant, full, stored)
-            for (namespace, tenant, full), stored in self._stored.items()
-            if full.startswith(key)
-        )
+    def _gone(self, since_ms: int, now_ms: int) -> str:
+        """Which chunk made room for which is not recorded; who needed room, and when, is."""
+        by_group: dict[str, int] = {}
+        first_ms = last_ms = 0
+        for eviction in self._evictions:
+            if eviction.at_ms >= since_ms:
+                by_group[eviction.group] = by_group.get(eviction.group, 0) + eviction.chunks
+                first_ms, last_ms = first_ms or eviction.at_ms, eviction.at_ms
+        causes = [f"{chunks} chunks were evicted to make room for {group}" for group, chunks in by_group.items()]
+        if causes:
+            causes[-1] += f", the first {_ago(first_ms, now_ms)} and the last {_ago(last_ms, now_ms)}"
+        removals = [(at_ms, what) for at_ms, what in self._removals if at_ms >= since_ms]
+        causes += [f"an operator removed {what} {_ago(at_ms, now_ms)}" for at_ms, what in removals]
+        return "in no tier now; since it was stored " + ("; ".join(causes) or "nothing is known to have been evicted")
 
     def counts(self) -> list[admin_pb2.AdmissionCount]:
         return [
@@ -166,6 +224,10 @@ class Explanations:
             )
             for tier, balance in sorted(self._balances.items())
         ]
+
+
+def _ago(at_ms: int, now_ms: int) -> str:
+    return f"{max(0, now_ms - at_ms) / 1000:.1f} s ago"
 
 
 def _explained(kept: _Kept, now_ms: int) -> admin_pb2.Explained:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from kvstore import limits
 from kvstore._native import CPU, FS, MISS, PENDING, STORED, class_bytes, slot_offset
+from kvstore.throttle import Throttle
 from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Removed, Scope, WriteOutcome
 from kvstore.tiers.cpu import CpuTier
 from kvstore.tiers.fs import FsTier
@@ -84,6 +85,7 @@ class Movement:
         self._warm = False  # until then the fs tier refuses stores, and they wait here
         self._promotions: dict[ChunkId, _Promotion] = {}
         self._promoting_bytes = 0
+        self.throttle: Throttle | None = None  # tests
         # Told when all that was begun for one `promote` has landed: group, chunks, seconds.
         self.on_read: Callable[[int, int, float], None] = lambda _group, _chunks, _seconds: None
         self._idle = asyncio.Event()
@@ -210,13 +212,20 @@ class Movement:
             self._show(promotion.chunk)  # those who wait need not wait for a disk that hangs
 
     def _landed(self, promotion: _Promotion) -> None:
+        if self.throttle is not None and promotion.outcome is ReadOutcome.READ:
+            self.throttle.after(promotion.slot_bytes, partial(self._settle, promotion))
+        else:
+            self._settle(promotion)
+
+    def _settle(self, promotion: _Promotion) -> None:
         chunk, ref = promotion.chunk, (promotion.slot, promotion.generation)
         assert promotion.outcome is not None, f"slot {promotion.slot} was released before its read had an outcome"
         del self._promotions[chunk]
         self._promoting_bytes -= promotion.slot_bytes
         if promotion.outcome is ReadOutcome.READ:
             commit = (*ref, chunk.tenant, chunk.key, b"")
-            if self._index.commit(OWN_GROUP, chunk.namespace, [commit]) == [STORED]:
+            # Not a use: the request that wanted it says so when it has loaded it.
+            if self._index.commit(OWN_GROUP, chunk.namespace, [commit], is_use=False) == [STORED]:
                 for group in promotion.groups:
                     self._index.lease(group, [ref], self._clock_ms() + limits.LEASE_MS)
         else:

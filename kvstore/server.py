@@ -33,6 +33,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvstore import throttle
 from kvstore.attach import ArenaSocket
 from kvstore.config import ServeConfig, grpc_target
 from kvstore.errors import ConfigurationError, LimitExceeded
@@ -164,6 +165,8 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
         asyncio.create_task(_every(LEASE_SWEEP_S, sweep)),
     ]
     if movement is not None:
+        if rate_file := os.environ.get(throttle.VARIABLE):
+            movement.throttle = throttle.Throttle(Path(rate_file))
         movement.fs.start()
         beating.append(asyncio.create_task(_warm(movement, store)))
         beating.append(asyncio.create_task(_say_fs_health(movement.fs, health_servicer)))

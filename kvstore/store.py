@@ -27,12 +27,13 @@ import itertools
 import json
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from kvstore import limits
-from kvstore._native import STORED, Index, Removal, class_bytes
+from kvstore._native import CPU, FS, PENDING, STORED, Index, Removal, class_bytes
+from kvstore.decisions import REFUSED_PREFIX_BYTES
 from kvstore.errors import (
     BadKey,
     LimitExceeded,
@@ -374,8 +375,7 @@ class Store:
             )
         if len(request.keys) > limits.KEYS_PER_CALL_MAX:
             raise LimitExceeded(f"{len(request.keys)} keys in one lookup; at most {limits.KEYS_PER_CALL_MAX}")
-        for key in request.keys:
-            require_key(key)
+        require_keys(request.keys)
         return self._index.lookup(request.namespace_id, request.tenant, list(request.keys))
 
     def expire_leases(self, now_ms: int) -> None:
@@ -572,6 +572,8 @@ class Store:
         """From the cpu tier: `go_on` does it. None: it is not meant. NotFound, ProtocolError: nothing is removed then,
         in any tier. When it is done `remove_lower` does the rest."""
         namespace, tenant = self._named(request.what)
+        if not request.dry_run:
+            self.explanations.removed(f"chunks from {request.what.tier or 'every tier'}", now_ms)
         older, nbytes = request.HasField("older_than_ms"), request.HasField("bytes")
         if nbytes and request.bytes == 0:
             raise ProtocolError("a removal of 0 bytes")
@@ -646,6 +648,29 @@ class Store:
         below = movement is not None and tenant is not None and movement.covers(None, tenant)
         if tenant is not None and not below and not self._index.holds(tenant=tenant):
             raise NotFound(f"tenant {tenant.hex()} has no chunk here; `kvstore ls tenants` shows those that have")
+
+    def explain(self, request: admin_pb2.ExplainRequest, now_ms: int) -> admin_pb2.ExplainReply:
+        """ProtocolError: neither a request nor a key, or too little of one."""
+        match request.WhichOneof("about"):
+            case "request" if request.request:
+                return admin_pb2.ExplainReply(decisions=self.explanations.of_request(request.request, now_ms))
+            case "key" if REFUSED_PREFIX_BYTES <= len(request.key) <= limits.KEY_BYTES_MAX:
+                places = [row[:2] for row in self._index.usage(None, limit=limits.ROWS_PER_PAGE)]
+                if self._movement is not None:
+                    places += [place for place in self._movement.fs.usage() if place not in places]
+                return admin_pb2.ExplainReply(keys=self.explanations.of_key(request.key, places, self._tier_of, now_ms))
+            case _:
+                raise ProtocolError(
+                    f"neither a request's id nor at least the first {REFUSED_PREFIX_BYTES} bytes of a key"
+                )
+
+    def _tier_of(self, namespace: bytes, tenant: bytes, key: bytes) -> str:
+        if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
+            return ""
+        code = self._index.lookup(namespace, tenant, [key])[0]
+        sick = "" if self._movement is None else self._movement.fs.sick or ""
+        on_disk = f"fs (sick, so it is not read: {sick})" if sick else "fs"
+        return {CPU: TIER, PENDING: f"{on_disk} (being read)", FS: on_disk}.get(code, "")
 
     # -- attach rules --------------------------------------------------------------------------------------------
 
@@ -809,7 +834,9 @@ class Store:
         count = min(wanted, allowed)
         kept = [(at.slot, at.generation) for at in tails]
         self._index.lease(OWN_GROUP, kept, now_ms)
+        evictions = self._index.stats()["evictions"]
         grants = self._index.grant(group.number, group.chunk_bytes, count) if count > 0 else []
+        self.explanations.evicted(group.name, self._index.stats()["evictions"] - evictions, now_ms)
         self._index.release(OWN_GROUP, kept)
         for slot, generation in grants:
             group.granted[slot] = (generation, group.epoch)
@@ -820,45 +847,41 @@ class Store:
 
     def _commit(self, group: Group, commits: Sequence[store_pb2.Commit], now_ms: int) -> list[int]:
         outcomes: list[int] = [store_pb2.OUTCOME_NOT_GRANTED] * len(commits)
-        passed: list[int] = []
+        positions: list[int] = []  # of those that pass
+        passed: list[tuple[int, int, bytes, bytes, bytes]] = []
         aborted: list[tuple[int, int]] = []
         for position, commit in enumerate(commits):
-            ref = (commit.at.slot, commit.at.generation)
-            if group.granted.get(ref[0], (None, None))[0] != ref[1]:
+            at, tenant = commit.at, commit.tenant
+            slot, generation = at.slot, at.generation
+            granted = group.granted.get(slot)
+            if granted is None or granted[0] != generation:
                 continue
-            if group.refused or group.granted[ref[0]][1] != group.epoch:
-                aborted.append(ref)
-            elif self.require_cache_salt and commit.tenant == self._unsalted:
+            if group.refused or granted[1] != group.epoch:
+                aborted.append((slot, generation))
+            elif self.require_cache_salt and tenant == self._unsalted:
                 outcomes[position] = _REJECTED_ADMISSION
-                aborted.append(ref)
+                aborted.append((slot, generation))
             else:
                 # Out of `granted` at once: a second commit of the same reference in this message has no grant.
-                self._no_longer_granted(group, ref[0])
-                passed.append(position)
+                self._no_longer_granted(group, slot)
+                positions.append(position)
+                passed.append((slot, generation, tenant, commit.key, commit.parent))
         if passed:
-            codes = self._index.commit(
-                group.number,
-                group.namespace,
-                [
-                    (commit.at.slot, commit.at.generation, commit.tenant, commit.key, commit.parent)
-                    for commit in (commits[position] for position in passed)
-                ],
-                now_ms,
-            )
-            for position, code in zip(passed, codes, strict=True):
+            codes = self._index.commit(group.number, group.namespace, passed, now_ms)
+            for position, code in zip(positions, codes, strict=True):
                 outcomes[position] = code  # the numbers of wire and index agree; not granted: removed meanwhile
                 if code == STORED:
                     self._stores += 1
                     commit = commits[position]
                     self.explanations.stored(group.name, group.namespace, commit.tenant, commit.key, now_ms)
-                    self._write_through(group, commits[position])
+                    if self._movement is not None:
+                        self._write_through(self._movement, group, commits[position])
         self._abort(group, aborted)
         return outcomes
 
-    def _write_through(self, group: Group, commit: store_pb2.Commit) -> None:
-        if self._movement is not None:
-            chunk = ChunkId(group.namespace, commit.tenant, commit.key)
-            self._movement.stored(chunk, commit.at.slot, commit.at.generation, group.chunk_bytes)
+    def _write_through(self, movement: Movement, group: Group, commit: store_pb2.Commit) -> None:
+        chunk = ChunkId(group.namespace, commit.tenant, commit.key)
+        movement.stored(chunk, commit.at.slot, commit.at.generation, group.chunk_bytes)
 
     def _abort(self, group: Group, refs: Sequence[tuple[int, int]]) -> None:
         held = [ref for ref in refs if group.granted.get(ref[0], (None, None))[0] == ref[1]]
@@ -883,12 +906,13 @@ class Store:
         self._failed_loads += len(releases) - loaded
 
 
-def require_key(key: bytes) -> None:
-    if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
-        raise BadKey(
-            f"key {key.hex()} has {len(key)} bytes; a key is the engine's hash of {limits.KEY_BYTES_MIN} to "
-            f"{limits.KEY_BYTES_MAX} bytes"
-        )
+def require_keys(keys: Iterable[bytes]) -> None:
+    for key in keys:
+        if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
+            raise BadKey(
+                f"key {key.hex()} has {len(key)} bytes; a key is the engine's hash of {limits.KEY_BYTES_MIN} to "
+                f"{limits.KEY_BYTES_MAX} bytes"
+            )
 
 
 def _require_only_scheduler(group: Group) -> None:
@@ -949,22 +973,14 @@ def _require_well_formed(request: store_pb2.StepRequest, last_number: int) -> No
         raise LimitExceeded(f"{len(request.learning)} characters say how an engine is")
     if len(request.tails) > limits.TAILS_PER_STEP_MAX:
         raise LimitExceeded(f"{len(request.tails)} tails in one message; at most {limits.TAILS_PER_STEP_MAX}")
-    for tenant in _tenants(request):
+    chains = (*request.touches, *request.promotes)
+    for tenant in {commit.tenant for commit in request.commits} | {chain.tenant for chain in chains}:
         if len(tenant) != TENANT_ID_BYTES:
             raise ProtocolError(f"tenant {tenant.hex()} has {len(tenant)} bytes, not {TENANT_ID_BYTES}")
-    for commit in request.commits:
-        require_key(commit.key)
-        if commit.parent:
-            require_key(commit.parent)
-    for chain in (*request.touches, *request.promotes):
-        for key in chain.keys:
-            require_key(key)
-
-
-def _tenants(request: store_pb2.StepRequest) -> Iterator[bytes]:
-    yield from (commit.tenant for commit in request.commits)
-    yield from (chain.tenant for chain in request.touches)
-    yield from (chain.tenant for chain in request.promotes)
+    require_keys([commit.key for commit in request.commits])
+    require_keys(filter(None, [commit.parent for commit in request.commits]))
+    for chain in chains:
+        require_keys(chain.keys)
 
 
 def _parsed(document: str) -> dict[str, object] | None:

@@ -270,10 +270,13 @@ struct PyCopier {
 // ---- Index ----
 
 struct PyIndex {
-    PyIndex(int table_fd, std::uint64_t table_bytes, const PyArena& arena, std::uint64_t unit_bytes,
-            const nb::bytes& index_key, const nb::bytes& instance_id, bool verify)
-        : index(std::make_shared<Mapping>(table_fd, table_bytes, Mapping::Access::WRITE), arena.held(), arena.size,
-                unit_bytes, id_of(index_key, "an index key"), id_of(instance_id, "an instance id"), verify) {}
+    PyIndex(int table_fd, std::uint64_t table_bytes, const PyArena* arena, std::uint64_t arena_bytes,
+            std::uint64_t unit_bytes, const nb::bytes& index_key, const nb::bytes& instance_id,
+            const std::string& eviction_policy, bool verify)
+        : index(std::make_shared<Mapping>(table_fd, table_bytes, Mapping::Access::WRITE),
+                arena != nullptr ? arena->held() : nullptr, arena != nullptr ? arena->size : arena_bytes, unit_bytes,
+                id_of(index_key, "an index key"), id_of(instance_id, "an instance id"), rule_named(eviction_policy),
+                verify) {}
     nb::list grant(std::uint64_t group, std::uint64_t chunk_bytes, std::size_t count) {
         nb::list granted;
         for (const Ref& ref : index.grant(group, chunk_bytes, count)) {
@@ -281,7 +284,8 @@ struct PyIndex {
         }
         return granted;
     }
-    nb::list commit(std::uint64_t group, const nb::bytes& name_space, const CommitList& list, std::uint64_t now_ms) {
+    nb::list commit(std::uint64_t group, const nb::bytes& name_space, const CommitList& list, std::uint64_t now_ms,
+                    bool is_use) {
         std::vector<Commit> commits;
         commits.reserve(list.size());
         for (const auto& [slot, generation, tenant, key, parent] : list) {
@@ -290,7 +294,7 @@ struct PyIndex {
             commits.push_back({{slot, generation}, id_of(tenant, "a tenant"), bytes_of(key), bytes_of(parent)});
         }
         nb::list codes;
-        for (const CommitCode code : index.commit(group, id_of(name_space, "a namespace"), commits, now_ms)) {
+        for (const CommitCode code : index.commit(group, id_of(name_space, "a namespace"), commits, now_ms, is_use)) {
             codes.append(static_cast<int>(code));
         }
         return codes;
@@ -522,9 +526,10 @@ NB_MODULE(_native, m) {
         .def_ro("skipped_pinned", &Removal::skipped_pinned);
 
     nb::class_<PyIndex>(m, "Index")
-        .def(nb::init<int, std::uint64_t, const PyArena&, std::uint64_t, const nb::bytes&, const nb::bytes&, bool>(),
-             nb::kw_only(), "table_fd"_a, "table_bytes"_a, "arena"_a, "unit_bytes"_a, "index_key"_a, "instance_id"_a,
-             "verify"_a = false)
+        .def(nb::init<int, std::uint64_t, const PyArena*, std::uint64_t, std::uint64_t, const nb::bytes&,
+                      const nb::bytes&, const std::string&, bool>(),
+             nb::kw_only(), "table_fd"_a, "table_bytes"_a, "arena"_a.none(), "arena_bytes"_a = 0, "unit_bytes"_a,
+             "index_key"_a, "instance_id"_a, "eviction_policy"_a = "lru", "verify"_a = false)
         .def_static(
             "table_bytes_for",
             [](std::uint64_t entries, std::uint64_t arena_bytes, std::uint64_t unit_bytes) {
@@ -537,7 +542,8 @@ NB_MODULE(_native, m) {
             "set_prefaulted", [](PyIndex& self, std::uint64_t nbytes) { self.index.set_prefaulted(nbytes); },
             "nbytes"_a)
         .def("grant", &PyIndex::grant, "group"_a, "chunk_bytes"_a, "count"_a)
-        .def("commit", &PyIndex::commit, "group"_a, "namespace"_a, "commits"_a, "now_ms"_a = 0)
+        .def("commit", &PyIndex::commit, "group"_a, "namespace"_a, "commits"_a, "now_ms"_a = 0, nb::kw_only(),
+             "is_use"_a = true)
         .def(
             "abort",
             [](PyIndex& self, std::uint64_t group, const RefList& refs) {
@@ -583,10 +589,11 @@ NB_MODULE(_native, m) {
         .def(
             "touch",
             [](PyIndex& self, const nb::bytes& name_space, const nb::bytes& tenant, nb::handle keys,
-               std::uint64_t now_ms) {
-                self.index.touch(id_of(name_space, "a namespace"), id_of(tenant, "a tenant"), Keys(keys).get(), now_ms);
+               std::uint64_t now_ms, std::size_t again) {
+                self.index.touch(id_of(name_space, "a namespace"), id_of(tenant, "a tenant"), Keys(keys).get(), now_ms,
+                                 again);
             },
-            "namespace"_a, "tenant"_a, "keys"_a, "now_ms"_a = 0)
+            "namespace"_a, "tenant"_a, "keys"_a, "now_ms"_a = 0, nb::kw_only(), "again"_a = 0)
         .def("lookup", &PyIndex::lookup, "namespace"_a, "tenant"_a, "keys"_a)
         .def(
             "end_leases", [](PyIndex& self, std::uint64_t group) { self.index.end_leases(group); }, "group"_a)

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from kvstore.cli import check, evict, ls, plan, serve, stats
+from kvstore.cli import check, evict, explain, ls, plan, serve, stats
 
 app = typer.Typer(
     name="kvstore",
@@ -21,6 +21,7 @@ app.command("stats")(stats.stats)
 app.command("ls")(ls.ls)
 app.command("evict")(evict.evict)
 app.command("clear")(evict.clear)
+app.command("explain")(explain.explain)
 app.command("check")(check.check)
 app.command("plan")(plan.plan)
 
