@@ -9,10 +9,10 @@ times of reads from disk from the daemon with its answers. Nothing here outlives
 daemon keeps.
 
 Until recomputing has been measured on this engine (or is known from a profile of its model and GPU) every hit is
-loaded and every chunk stored, as any store without a model does; so a short trial shows hits, not caution.
+loaded, and until a number of requests were seen their chunks are all stored, as any store without a model does; so a
+short trial shows hits, not caution.
 """
 
-import dataclasses
 import enum
 import itertools
 import json
@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,8 @@ KNOWN_OBSERVATIONS = 4  # of steps or reads, before a guess of them is used to d
 MEASURE_EVERY = 8  # of the hits loaded while recomputing is unknown one is recomputed, to know it
 PROBE_AFTER_DECLINES = 3  # a read from disk that nobody waits for costs no request anything
 PROBE_CHUNKS = 16
+PROBE_S_MAX = 60.0  # after which another one may begin though the last has not ended
+STORED_UNASKED = 32  # requests whose chunks are stored before it is known how often prompts come back
 EXPLORE_CHUNKS = 4
 LAG_S_MIN = 1e-4
 LAG_PRIOR_S = 5e-3  # between a copy's end and the request's next step
@@ -93,8 +96,7 @@ class Priors:
     source: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(NamedTuple):
     """What of one request's prompt the store has, in tokens from its start, and what moving it takes, in chunks.
 
     Chunks already being loaded for another request, or read from disk for one, are not counted: they cost nothing
@@ -140,6 +142,18 @@ class StoreVerdict:
 
     end_chunk: int | None
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """The estimates as of the last observation."""
+
+    recompute: RecomputeModel
+    copy: TransferModel
+    disk: TransferModel
+    lag_s: float
+    cpu_margin: float
+    fs_margin: float
 
 
 @dataclass(slots=True)
@@ -198,22 +212,37 @@ class Admission:
         self._links = {CPU: LinkQueue(clock), FS: LinkQueue(clock)}
         self._reuse = Reuse()
         self._ledgers = {CPU: _Ledger(), FS: _Ledger()}
+        self._probe_until_s = -math.inf
+        self._requests_stored = 0
         self._numbers = itertools.count(1)
         self._stores_lately = mode is not Mode.NEVER
         self._documented: dict[str, int] = {}  # observations of each estimate when its document was made last
         self._open: dict[str, LoadVerdict] = {}  # request -> its last load decision
-        self._model_at: tuple[int, RecomputeModel] = (-1, priors.recompute)
+        self._refresh()
         self.queue = EngineQueue(self._recompute, clock, on_prefilled=self._prefilled)
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
     @property
     def recompute_model(self) -> RecomputeModel:
-        count, model = self._model_at
-        if count != (count := self._recompute.estimate.observation_count):
-            model = self._recompute.model()
-            self._model_at = (count, model)
-        return model
+        return self._facts.recompute
+
+    def _refresh(self) -> None:
+        """After each observation, so that a decision only reads."""
+        recompute, load, disk = self._recompute, self._transfers["load"], self._transfers["disk"]
+        self._facts = _Facts(
+            recompute.model(),
+            load.model(),
+            disk.model(),
+            self._lag.coefficients[0],
+            joint_margin(recompute.estimate, load.estimate),
+            joint_margin(recompute.estimate, load.estimate, disk.estimate),
+        )
+
+    def step_ended(self) -> None:
+        """The output of the oldest step under way has been taken in."""
+        if self.queue.step_ended():
+            self._refresh()
 
     @property
     def known(self) -> bool:
@@ -225,6 +254,7 @@ class Admission:
         """The slowest rank's service time of one job."""
         name = "store" if store else "load"
         self._transfers[name].observe(chunks * chunk_bytes, seconds)
+        self._refresh()
         if store and math.isfinite(seconds) and seconds > 0:
             self._ledgers[CPU].stored_s += seconds * self._priors.write_price
 
@@ -232,14 +262,17 @@ class Admission:
         """The daemon's time for chunks that it read from disk at once."""
         disk, nbytes = self._transfers["disk"], chunks * chunk_bytes
         predicted_s = transfer_s(disk.model(), nbytes)
+        self._probe_until_s = -math.inf
         if disk.observe(nbytes, seconds) is not Observed.REJECTED:
             self._choices[FS].observed(seconds, predicted_s)
+            self._refresh()
 
     def read_waited(self, *, chunks: int, chunk_bytes: int, seconds: float) -> None:
         """Chunks had not come from disk after so long: they take at least that."""
         disk, nbytes = self._transfers["disk"], chunks * chunk_bytes
         if transfer_s(disk.model(), nbytes) < seconds:
             disk.observe(nbytes, seconds)
+            self._refresh()
 
     # -- loads --------------------------------------------------------------------------------------------------------
 
@@ -249,8 +282,10 @@ class Admission:
         options = self._options(hit)
         decided = costmodel.decide_load(self.recompute_model, hit.prompt_tokens, hit.gpu_tokens, options, gpu)
         option, reason = self._chosen(hit, options, decided)
-        deadline_s = costmodel.load_deadline_s(self.recompute_model, hit.prompt_tokens, hit.gpu_tokens, gpu)
-        wait_s = min(wait_s_max, max(DEADLINE_S_MIN, deadline_s)) if self._decides and self.known else wait_s_max
+        wait_s = wait_s_max
+        if self.mode is Mode.MODEL and self.known and option is not None and option.tier == FS:
+            deadline_s = costmodel.load_deadline_s(self.recompute_model, hit.prompt_tokens, hit.gpu_tokens, gpu)
+            wait_s = min(wait_s_max, max(DEADLINE_S_MIN, deadline_s))
         verdict = LoadVerdict(
             hit,
             self._explained(request, hit, gpu, options, decided, option, reason),
@@ -262,49 +297,44 @@ class Admission:
         if hit.disk_chunks and verdict.tier != FS and self.mode is Mode.MODEL and hit.disk_healthy:
             verdict.probe = self._choices[FS].explores(
                 random=self._uniform(),
-                tier_is_idle=self._links[FS].under_way == 0,
+                tier_is_idle=self._links[FS].under_way == 0 and self._clock() >= self._probe_until_s,
                 predicted_regret_s=0.0,
                 regret_s_max=0.0,
                 after=PROBE_AFTER_DECLINES,
             )
+            if verdict.probe:
+                self._probe_until_s = self._clock() + PROBE_S_MAX
         if len(self._open) >= OPEN_MAX:
             self._open.pop(next(iter(self._open)))
         self._open[request] = verdict
         self.tell(verdict.decision)
         return verdict
 
-    @property
-    def _decides(self) -> bool:
-        return self.mode is Mode.MODEL
-
     def _options(self, hit: Hit) -> list[LoadOption]:
         """The part in memory, and all of it where some is on disk."""
-        load, disk = self._transfers["load"], self._transfers["disk"]
-        lag_s = self._lag.coefficients[0]
-        copy = load.model()
+        facts = self._facts
         options = []
         if hit.cpu_end_tokens > hit.gpu_tokens:
             options.append(
                 LoadOption(
                     CPU,
                     hit.cpu_end_tokens,
-                    _moved_s(copy, hit.cpu_chunks * hit.chunk_bytes, lag_s),
+                    _moved_s(facts.copy, hit.cpu_chunks * hit.chunk_bytes, facts.lag_s),
                     self._links[CPU].backlog_s,
                     self._links[CPU].under_way,
-                    self._choices[CPU].margin(joint_margin(self._recompute.estimate, load.estimate)),
+                    self._choices[CPU].margin(facts.cpu_margin),
                 )
             )
         if hit.end_tokens > hit.cpu_end_tokens:
-            read_s = transfer_s(disk.model(), hit.disk_chunks * hit.chunk_bytes)
-            margin = joint_margin(self._recompute.estimate, load.estimate, disk.estimate)
+            read_s = transfer_s(facts.disk, hit.disk_chunks * hit.chunk_bytes)
             options.append(
                 LoadOption(
                     FS,
                     hit.end_tokens,
-                    read_s + _moved_s(copy, hit.chunks * hit.chunk_bytes, lag_s),
+                    read_s + _moved_s(facts.copy, hit.chunks * hit.chunk_bytes, facts.lag_s),
                     self._links[FS].backlog_s + self._links[CPU].backlog_s,
                     self._links[FS].under_way,
-                    self._choices[FS].margin(margin),
+                    self._choices[FS].margin(facts.fs_margin),
                     hit.disk_healthy,
                 )
             )
@@ -325,8 +355,6 @@ class Admission:
                 return None, Reason.MEASURING
             return longest, Reason.LEARNING
         option, reason = decided.option, str(decided.reason)
-        costs_s = dict(decided.option_costs_s)
-        alone_s = recompute_s(self.recompute_model, hit.gpu_tokens, hit.prompt_tokens)
         for other in usable:
             if option is not None and option.end_token >= other.end_token:
                 self._choices[other.tier].decided(loading=True)
@@ -335,25 +363,26 @@ class Admission:
                 option, reason = other, Reason.LEARNING
                 continue
             # A disk is looked at again by a read that nobody waits for; a copy needs a request, but not all of its hit.
-            short = self._short(hit, other)
-            if other.tier == CPU and self._choices[CPU].explores(
-                random=self._uniform(),
-                tier_is_idle=self._links[CPU].under_way == 0,
-                predicted_regret_s=min(short.transfer_s, max(0.0, costs_s[other] - decided.cost_s)),
-                regret_s_max=alone_s,
-            ):
+            if other.tier == CPU and (short := self._explored(hit, other)) is not None:
                 option, reason = short, Reason.EXPLORING
                 self._choices[CPU].observed()
                 continue
             self._choices[other.tier].decided(loading=False)
         return option, reason
 
-    def _short(self, hit: Hit, option: LoadOption) -> LoadOption:
-        """A few chunks of the part in memory, to see how long their copy takes."""
+    def _explored(self, hit: Hit, option: LoadOption) -> LoadOption | None:
+        """A few chunks of the part in memory that was declined, to see how long their copy takes; None: not now."""
         chunks = min(EXPLORE_CHUNKS, hit.cpu_chunks)
         end = (hit.gpu_tokens // self._tokens_per_chunk + chunks) * self._tokens_per_chunk
-        copy_s = transfer_s(self._transfers["load"].model(), chunks * hit.chunk_bytes)
-        return dataclasses.replace(option, end_token=min(end, option.end_token), transfer_s=copy_s)
+        copy_s = transfer_s(self._facts.copy, chunks * hit.chunk_bytes)
+        if not self._choices[CPU].explores(
+            random=self._uniform(),
+            tier_is_idle=self._links[CPU].under_way == 0,
+            predicted_regret_s=copy_s,
+            regret_s_max=recompute_s(self.recompute_model, hit.gpu_tokens, hit.prompt_tokens),
+        ):
+            return None
+        return option._replace(end_token=min(end, option.end_token), transfer_s=copy_s)
 
     def _unmeasured(self, tier: str) -> bool:
         calibration = self._transfers["load" if tier == CPU else "disk"]
@@ -370,37 +399,38 @@ class Admission:
         reason: str,
     ) -> Decision:
         model = self.recompute_model
-        costs_s = dict(decided.option_costs_s)
-        return Decision(
-            number=next(self._numbers),
-            request=request,
-            is_store=False,
-            reason=reason,
-            prompt_tokens=hit.prompt_tokens,
-            gpu_tokens=hit.gpu_tokens,
-            cpu_tokens=hit.cpu_end_tokens,
-            hit_tokens=hit.end_tokens,
-            waiting=gpu.waiting_count,
-            recompute_s=recompute_s(model, hit.gpu_tokens, hit.prompt_tokens),
-            recompute_cost_s=decided.recompute_cost_s,
-            alternatives=tuple(
+        costs_s = {id(each): cost_s for each, cost_s in decided.option_costs_s}
+        alternatives = []
+        for each in options:
+            rest_s = recompute_s(model, min(each.end_token, hit.prompt_tokens), hit.prompt_tokens)
+            alternatives.append(
                 Alternative(
                     each.tier,
                     each.end_token,
-                    each.link_backlog_s
-                    + each.transfer_s
-                    + recompute_s(model, min(each.end_token, hit.prompt_tokens), hit.prompt_tokens),
-                    costs_s.get(each, math.inf),
+                    each.link_backlog_s + each.transfer_s + rest_s,
+                    costs_s.get(id(each), math.inf),
                 )
-                for each in options
-            ),
-            tier=option.tier if option is not None else "",
-            end_tokens=option.end_token if option is not None else hit.gpu_tokens,
+            )
+        return Decision(
+            next(self._numbers),
+            request,
+            False,
+            reason,
+            hit.prompt_tokens,
+            hit.gpu_tokens,
+            hit.cpu_end_tokens,
+            hit.end_tokens,
+            gpu.waiting_count,
+            recompute_s(model, hit.gpu_tokens, hit.prompt_tokens),
+            decided.recompute_cost_s,
+            tuple(alternatives),
+            option.tier if option is not None else "",
+            option.end_token if option is not None else hit.gpu_tokens,
         )
 
     def promoting(self, chunks: int, chunk_bytes: int) -> None:
         """A request waits for chunks to be read from disk."""
-        self._links[FS].began(transfer_s(self._transfers["disk"].model(), chunks * chunk_bytes))
+        self._links[FS].began(transfer_s(self._facts.disk, chunks * chunk_bytes))
 
     def promoted(self) -> None:
         """It waits no more."""
@@ -411,7 +441,7 @@ class Admission:
         verdict.copying_since_s = self._clock()
         verdict.prefill_steps = self.queue.prefill_steps
         verdict.chunks = chunks
-        copy_s = transfer_s(self._transfers["load"].model(), chunks * verdict.hit.chunk_bytes)
+        copy_s = transfer_s(self._facts.copy, chunks * verdict.hit.chunk_bytes)
         verdict.predicted_copy_s = copy_s
         verdict.alone = self._links[CPU].under_way == 0
         self._links[CPU].began(copy_s)
@@ -428,6 +458,7 @@ class Admission:
         if alone and verdict.prefill_steps == self.queue.prefill_steps:
             lag_s = now_s - verdict.copying_since_s - service_s
             self._lag.observe([1.0], max(lag_s, LAG_S_MIN) if lag_s > -LAG_S_MIN else lag_s)
+            self._refresh()
         self._choices[CPU].observed(service_s, verdict.predicted_copy_s)
         decision = verdict.decision
         decision.load_s = now_s - verdict.began_s
@@ -477,11 +508,12 @@ class Admission:
         if self.mode is not Mode.MODEL:
             never = self.mode is Mode.NEVER
             return StoreVerdict(0 if never else None, Reason.NEVER if never else Reason.ALWAYS)
-        uses = self._reuse.use(chain)
-        if not self.known:
+        uses = self.count_uses(chain)
+        self._requests_stored += 1
+        if not self.known or self._requests_stored <= STORED_UNASKED:
             verdict = StoreVerdict(None, Reason.LEARNING)
         else:
-            verdict = self._store(uses, present, chunk_bytes, tier_full=tier_full)
+            verdict = self.decide_store(uses, present, chunk_bytes, tier_full=tier_full)
         first_refused = len(chain) if verdict.end_chunk is None else verdict.end_chunk
         self._stores_lately = verdict.end_chunk is None or not bool(present[:first_refused].all())
         self.tell(
@@ -504,7 +536,11 @@ class Admission:
         if generated and self.mode is Mode.MODEL:
             self._reuse.use(generated)
 
-    def _store(
+    def count_uses(self, chain: Sequence[bytes]) -> NDArray[np.intp]:
+        """How often each key was used, this time included. Once for each request."""
+        return self._reuse.use(chain)
+
+    def decide_store(
         self, uses: NDArray[np.intp], present: NDArray[np.bool_], chunk_bytes: int, *, tier_full: bool
     ) -> StoreVerdict:
         # One place more than the prompt has: whether the answer's chunks, used for the first time, pay as well.
@@ -555,7 +591,7 @@ class Admission:
                     continue
                 if isinstance(document, dict) and estimates[name].restore(document):
                     self._documented[name] = estimates[name].observation_count
-        self._model_at = (-1, self._model_at[1])
+        self._refresh()
 
     def _estimates(self) -> dict[str, Estimate]:
         transfers = {name: calibration.estimate for name, calibration in self._transfers.items()}
@@ -567,6 +603,7 @@ def _moved_s(link: TransferModel, nbytes: int, lag_s: float) -> float:
     return transfer_s(link, nbytes) + lag_s if nbytes > 0 else 0.0
 
 
-def first_match(codes: bytes, *, among: bytes) -> int:
-    """How many of the first codes are among these."""
-    return len(codes) - len(codes.lstrip(among))
+def leading(codes: bytes, *others: int) -> int:
+    """How many codes there are before the first one of the others."""
+    found = [place for code in others if (place := codes.find(code)) >= 0]
+    return min(found, default=len(codes))

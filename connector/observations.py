@@ -138,19 +138,21 @@ class EngineQueue:
             self._prefilling.pop(request, None)
             prefilled.append(request)
 
-    def step_ended(self) -> None:
-        """The oldest step that is not over has given its output."""
+    def step_ended(self) -> bool:
+        """The oldest step that is not over has given its output. Whether it was observed."""
         if not self._open:
-            return
+            return False
         step = self._open.popleft()
         now_s = self._clock()
         seconds = now_s - max(step.began_s, self._ended_s)
         self._ended_s = now_s
-        if sum(end - first for first, end in step.step.prefills) >= PREFILL_TOKENS_MIN:
+        observed = sum(end - first for first, end in step.step.prefills) >= PREFILL_TOKENS_MIN
+        if observed:
             self.prefill_steps += 1
             self._calibration.observe(step.step, seconds)
         for request in step.prefilled:
             self._on_prefilled(request)
+        return observed
 
 
 class LinkQueue:

@@ -37,7 +37,7 @@ from vllm.v1.kv_offload.base import (
 
 from connector import compat, metrics
 from connector.admission import FS as FS_TIER
-from connector.admission import PROBE_CHUNKS, Admission, Hit, LoadVerdict, Mode, StoreVerdict, first_match
+from connector.admission import PROBE_CHUNKS, Admission, Hit, LoadVerdict, Mode, StoreVerdict, leading
 from connector.link import Link
 from connector.messages import ChunkSpec
 from connector.observations import Scheduled
@@ -52,7 +52,6 @@ HEARTBEAT_HUNG_MS = 1000.0
 LEARNED_TOLD_S = 5.0
 STORE_WAIT_S = 1.0  # how long a request's store may wait for grants; docs/decisions/002
 GRANTS_RETRY_S = 0.1  # a full tier is not asked again in every step
-IN_MEMORY, ANYWHERE = bytes([CPU]), bytes([CPU, FS, PENDING])
 NOWHERE = (0, 2**64 - 1)  # a place whose generation no slot ever has: its load fails
 
 
@@ -402,9 +401,9 @@ class SchedulerHalf(OffloadingManager):
                 MISS if key in record.barred or (code == CPU and not (from_cpu or key in record.prefetched)) else code
                 for key, code in zip(keys, codes, strict=True)
             )
-        in_memory = first_match(codes, among=IN_MEMORY)
-        anywhere = first_match(codes, among=ANYWHERE) if from_disk else in_memory
-        on_disk = codes[:anywhere].count(FS)
+        in_memory = leading(codes, MISS, FS, PENDING)
+        anywhere = leading(codes, MISS) if from_disk else in_memory
+        on_disk = codes.count(FS, in_memory, anywhere)
         first, tokens_per_chunk = record.lookup_from, self._geometry.tokens_per_chunk
         loading = self._loading.keys()
         tokens_per_hash = tokens_per_chunk // self._geometry.hashes_per_chunk
@@ -785,7 +784,7 @@ class SchedulerHalf(OffloadingManager):
 
     def step_ended(self) -> None:
         """The output of the oldest step under way has been taken in."""
-        self._admission.queue.step_ended()
+        self._admission.step_ended()
 
     # ---- the engine's life
 

@@ -5,6 +5,7 @@ An engine sends a decision when it is made and again, under the same number, whe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.rpc.v1 import store_pb2
 
@@ -12,8 +13,7 @@ REFUSED_KEYS_MAX = 256  # of one decision that travel
 REFUSED_PREFIX_BYTES = 8  # of each: enough to answer a person who asks about a key
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
+class Alternative(NamedTuple):
     """To load up to `end_tokens`, and compute the rest. `seconds`: for the request alone; `cost_s`: what it costs all
     that wait (infinity: not considered)."""
 

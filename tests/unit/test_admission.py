@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from connector.admission import (
     KNOWN_OBSERVATIONS,
     PROBE_AFTER_DECLINES,
+    STORED_UNASKED,
     WINDOW,
     Admission,
     Hit,
     Mode,
     Priors,
     Reason,
-    first_match,
+    leading,
 )
 from connector.observations import STEPS_OPEN_MAX, EngineQueue, LinkQueue
 from kvstore.calibration import RecomputeCalibration
@@ -274,9 +275,12 @@ def test_a_refusal_names_its_keys_and_its_reason() -> None:
     assert list(decision.refused) == keys
 
 
-def test_until_recomputing_is_known_everything_is_stored() -> None:
+def test_until_recomputing_is_known_and_for_the_first_requests_everything_is_stored() -> None:
     rig = Rig(recompute_known=False)
     assert {rig.store(chain(f"once-{i}")).end_chunk for i in range(200)} == {None}
+    rig = Rig()
+    first = [rig.store(chain(f"once-{i}")) for i in range(STORED_UNASKED)]
+    assert {(verdict.end_chunk, verdict.reason) for verdict in first} == {(None, Reason.LEARNING)}
 
 
 @settings(deadline=None, max_examples=50)
@@ -314,7 +318,7 @@ def step(rig: Rig, new: list[tuple[str, int, int]], seconds: float) -> None:
         rig.admission.queue.arrived(name, end)
     rig.admission.queue.step_began(scheduled(new))
     rig.clock.now_s += seconds
-    rig.admission.queue.step_ended()
+    rig.admission.step_ended()
 
 
 def scheduled(
@@ -392,7 +396,7 @@ def test_a_clock_that_jumps_poisons_nothing(jumps: list[float]) -> None:
         verdict = rig.load(cpu=4)
         rig.admission.load_began(verdict, 4)
         rig.clock.now_s += jump
-        rig.admission.queue.step_ended()
+        rig.admission.step_ended()
         rig.admission.load_ended(verdict, service_s=jump, loaded_chunks=4)
         for store in (True, False):
             rig.admission.copied(store=store, chunks=4, chunk_bytes=CHUNK_BYTES, seconds=jump)
@@ -434,5 +438,5 @@ def test_what_one_engine_learned_another_goes_on_from() -> None:
 
 
 def test_the_head_of_a_lookup_is_counted() -> None:
-    assert first_match(bytes([1, 1, 2, 1]), among=bytes([1])) == 2
-    assert first_match(b"", among=bytes([1])) == 0
+    assert leading(bytes([1, 1, 2, 1]), 2, 3) == 2
+    assert leading(b"", 1) == 0

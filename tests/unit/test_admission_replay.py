@@ -88,7 +88,7 @@ class Replay:
                 self.ready.append((i, end))
             else:
                 busy = False
-                self.admission.queue.step_ended()
+                self.admission.step_ended()
                 self.admission.finished(str(i))
                 self.seen.update(requests[i].chunks)
                 self.waits.append(self.clock.now_s - requests[i].at_s / rate)
