@@ -1,5 +1,6 @@
 """What is believed of an engine's speed before it was measured: from its model, its platform, and the profiles."""
 
+import logging
 import os
 from typing import Any
 
@@ -10,7 +11,11 @@ from connector.admission import Priors
 from connector.transfer import COPY_THREADS
 from kvstore import profiles
 from kvstore.costmodel import DRAM_WRITE_PRICE_MIN, RecomputeModel, TransferModel
+from kvstore.errors import ConfigurationError
 from kvstore.namespace import canonical_json
+from kvstore.profiles import measured
+
+logger = logging.getLogger("vllm.connector.priors")
 
 # Of a CPU platform nothing is known but that it is slow: guesses, which the first requests replace.
 CPU_FLOPS_PER_CORE = 30e9
@@ -21,6 +26,10 @@ FITTED_ERROR_MAX = 0.2  # of a profile that was fitted for this model and GPU, n
 
 
 def engine_priors(vllm_config: VllmConfig) -> Priors:
+    """What `kvstore calibrate` measured on this node counts before any table."""
+    node = _measured()
+    disk = node.disk_read if node is not None and node.disk_read is not None else DISK
+    host_copy = HOST_COPY if node is None else node.host_copy
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     geometry = _geometry(vllm_config)
@@ -28,9 +37,9 @@ def engine_priors(vllm_config: VllmConfig) -> Priors:
         cores = len(os.sched_getaffinity(0))
         return Priors(
             recompute=_on_cpu(geometry, cores, step_tokens),
-            load=HOST_COPY,
-            store=HOST_COPY,
-            disk=DISK,
+            load=host_copy,
+            store=host_copy,
+            disk=disk,
             write_price=max(DRAM_WRITE_PRICE_MIN, min(1.0, COPY_THREADS / cores)),  # copies take the engine's own cores
             source="guessed for a CPU platform",
         )
@@ -44,10 +53,19 @@ def engine_priors(vllm_config: VllmConfig) -> Priors:
         recompute=prefill.recompute_model(step_tokens=step_tokens),
         load=link,
         store=link,
-        disk=DISK,
+        disk=disk,
         recompute_known=prefill.error <= FITTED_ERROR_MAX,
         source=prefill.source,
     )
+
+
+def _measured() -> measured.Measured | None:
+    path = measured.profile_path()
+    try:
+        return measured.read(path)
+    except ConfigurationError as problem:
+        logger.warning("kvstore: %s. Starting from the tables instead", problem)
+        return None
 
 
 def learning(vllm_config: VllmConfig) -> str:

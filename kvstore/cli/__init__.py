@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from kvstore.cli import check, evict, explain, ls, plan, serve, stats
+from kvstore.cli import calibrate, check, evict, explain, ls, plan, serve, stats
 
 app = typer.Typer(
     name="kvstore",
@@ -23,6 +23,7 @@ app.command("evict")(evict.evict)
 app.command("clear")(evict.clear)
 app.command("explain")(explain.explain)
 app.command("check")(check.check)
+app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
 
 
