@@ -12,7 +12,6 @@ from kvstore.costmodel import TransferModel
 from kvstore.errors import ConfigurationError
 from kvstore.profiles import measured
 
-
 PROFILE = (
     '{"version": 1, "host_copy": {"bytes_per_s": RATE, "overhead_s": OVERHEAD}, "disk_read": null, '
     '"disk_write_bytes_per_s": null}'
