@@ -125,7 +125,8 @@ class KVStoreConnector(OffloadingConnector):
             # First: the base class tells the other half of ends, but not of failures, and forgets jobs at a reset.
             self._scheduler_half.finish(outcomes.completed_jobs, outcomes.failed_chunks, outcomes.copy_s)
         super().update_connector_output(connector_output)
-        self._scheduler_half.flush()
+        if outcomes is not None:  # else there is nothing that `build_connector_meta` has not sent
+            self._scheduler_half.flush()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.connector_scheduler is not None:  # asked once for each step's output, also where that reports nothing

@@ -352,18 +352,22 @@ class SchedulerHalf(OffloadingManager):
         if admitted is None:
             admitted = len(keys)
         record.admitted_tokens = (record.lookup_from + admitted) * self._geometry.tokens_per_chunk
+        keys, codes = keys[:admitted], codes[:admitted]
+        places = zip(slots[:admitted], generations[:admitted], strict=True)
         from_cpu = record.may_load_from(Medium.CPU)
+        if from_cpu and not record.barred and codes.count(CPU) == len(codes):
+            self._promotion_over(record)
+            return Found(attached, dict(zip(keys, places, strict=True)))  # as usual; it must be quick
         chunks = {
-            key: (slot, generation)
-            for key, code, slot, generation in zip(
-                keys[:admitted], codes[:admitted], slots[:admitted], generations[:admitted], strict=True
-            )
+            key: place
+            for key, code, place in zip(keys, codes, places, strict=True)
             if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
         }
         coming: Collection[bytes] = ()
-        if record.may_load_from(Medium.STORAGE):
-            below = dict(zip(keys[:admitted], codes[:admitted], strict=True))
-            coming = self._prefetch(record, attached, below, chunks)
+        if (FS in codes or PENDING in codes) and record.may_load_from(Medium.STORAGE):
+            coming = self._prefetch(record, attached, dict(zip(keys, codes, strict=True)), chunks)
+        else:
+            self._promotion_over(record)
         return Found(attached, chunks, coming)
 
     def _admit_load(self, record: RequestRecord, attached: Attached, keys: Sequence[bytes], codes: bytes) -> int | None:

@@ -53,6 +53,7 @@ LOCK_FILE = "kvstore.lock"
 INSTANCE_ID_BYTES = 16
 INDEX_KEY_BYTES = 16
 LEASE_SWEEP_S = 1.0
+WRITE_BACK_INTERVAL_S = 0.05
 DESCRIPTORS_OTHER = 256
 HEALTH_INTERVAL_S = 1.0
 DRAIN_S = 10.0  # how long a stop waits for chunks that are not on disk yet
@@ -165,10 +166,9 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
         asyncio.create_task(_every(LEASE_SWEEP_S, sweep)),
     ]
     if movement is not None:
-        if rate_file := os.environ.get(throttle.VARIABLE):
-            movement.throttle = throttle.Throttle(Path(rate_file))
         movement.fs.start()
         beating.append(asyncio.create_task(_warm(movement, store)))
+        beating.append(asyncio.create_task(_every(WRITE_BACK_INTERVAL_S, movement.tick)))
         beating.append(asyncio.create_task(_say_fs_health(movement.fs, health_servicer)))
     try:
         await _open_sockets(config, group, server, arena_socket)
@@ -233,8 +233,22 @@ def _grpc_server(store: Store, arena_socket: ArenaSocket, health_servicer: objec
 
 
 def _movement(config: ServeConfig, tier: CpuTier, directory: FsDirectory) -> Movement:
-    regions = [(tier.arena.address, tier.arena.nbytes)]
-    return Movement(tier, FsTier(directory, FsOptions(fs_bytes=config.fs_bytes), regions=regions), clock_ms)
+    options = FsOptions(
+        fs_bytes=config.fs_bytes,
+        n_read_threads=config.n_read_threads,
+        n_write_threads=config.n_write_threads,
+        scrub_bytes_per_s=config.scrub_bytes_per_s,
+    )
+    movement = Movement(
+        tier,
+        FsTier(directory, options, regions=[(tier.arena.address, tier.arena.nbytes)]),
+        clock_ms,
+        policy=config.write_policy,
+        write_after_uses=config.write_after_uses,
+    )
+    if rate_file := os.environ.get(throttle.VARIABLE):
+        movement.throttle = throttle.Throttle(Path(rate_file))
+    return movement
 
 
 async def _close_fs(movement: Movement, config: ServeConfig) -> None:

@@ -164,12 +164,14 @@ class Steps:
 
     def keep_grants(self, *, keep: bool) -> None:
         """While a caller still expects to store, its grants are not given back for idleness: one step of an engine that
-        reads a long prompt lasts longer than that."""
+        reads a long prompt lasts longer than that. Called by one thread, and by that in every step: hence no lock where
+        nothing changes."""
+        if keep is self._keeping_grants:
+            return
         with self._lock:
-            if keep is not self._keeping_grants:
-                self._keeping_grants = keep
-                self._grants_used_s = time.monotonic()
-                self._changed.notify_all()
+            self._keeping_grants = keep
+            self._grants_used_s = time.monotonic()
+            self._changed.notify_all()
 
     def return_grants(self) -> None:
         """Give back those that arrived and were not taken."""
@@ -343,6 +345,8 @@ class Steps:
     def flush(self) -> None:
         """Have everything queued sent. Returns at once."""
         self._session.require_own_process()
+        if not self._anything_queued():  # what this thread has queued it sees without the lock
+            return
         with self._lock:
             self._flush()
 

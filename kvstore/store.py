@@ -27,7 +27,7 @@ import itertools
 import json
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -443,6 +443,9 @@ class Store:
             ready_bytes=fs.capacity_bytes if fs.warming is None else 0,
             sick=fs.sick or "",
             dropped_stores=movement.dropped,
+            quarantined_slots=fs.quarantined,
+            scrubbed_chunks=fs.scrubbed_chunks,
+            unindexed_chunks=fs.unindexed,
         )
 
     def problems(self) -> list[str]:
@@ -464,6 +467,13 @@ class Store:
             if not group.sessions <= group.processes:
                 problems.append(f"group {group.name} has a session of a process that has ended")
         return problems
+
+    def chunks_on_disk(self) -> int:
+        return 0 if self._movement is None else self._movement.fs.stats().chunks
+
+    def check_data(self, bytes_per_s: int | None) -> AsyncIterator[str | None]:
+        """Reads every chunk on disk, one after the other: for each None, or a sentence that says what is wrong."""
+        return _nothing() if self._movement is None else self._movement.fs.scrub(bytes_per_s)
 
     # -- what operators ask --------------------------------------------------------------------------------------
     # Every `next` of these iterators is one slice of work, a millisecond at the most; the loop turns in between.
@@ -904,6 +914,12 @@ class Store:
         self._hits += loaded - promoted
         self._fs_hits += promoted
         self._failed_loads += len(releases) - loaded
+
+
+async def _nothing() -> AsyncIterator[str | None]:
+    nothing: tuple[None, ...] = ()
+    for each in nothing:
+        yield each
 
 
 def require_keys(keys: Iterable[bytes]) -> None:
