@@ -36,6 +36,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvstore import throttle
 from kvstore.attach import ArenaSocket
 from kvstore.config import ServeConfig, grpc_target
 from kvstore.errors import ConfigurationError, LimitExceeded
@@ -289,13 +290,16 @@ def _movement(config: ServeConfig, tier: CpuTier, directory: FsDirectory) -> Mov
         n_write_threads=config.n_write_threads,
         scrub_bytes_per_s=config.scrub_bytes_per_s,
     )
-    return Movement(
+    movement = Movement(
         tier,
         FsTier(directory, options, regions=[(tier.arena.address, tier.arena.nbytes)]),
         clock_ms,
         policy=config.write_policy,
         write_after_uses=config.write_after_uses,
     )
+    if rate_file := os.environ.get(throttle.VARIABLE):
+        movement.throttle = throttle.Throttle(Path(rate_file))
+    return movement
 
 
 async def _close_fs(movement: Movement, config: ServeConfig) -> None:
