@@ -35,6 +35,8 @@ from connector.worker import WorkerHalf
 
 logger = logging.getLogger("vllm.connector.plugin")
 
+OFFLOADING_SCHEDULER_LOG = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
+
 
 class KVStoreConnector(OffloadingConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -47,6 +49,7 @@ class KVStoreConnector(OffloadingConnector):
             super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             _mention_failure_policy(vllm_config)
+            logging.getLogger(OFFLOADING_SCHEDULER_LOG).addFilter(_is_no_waiting_store)
 
     @property
     def _scheduler_half(self) -> SchedulerHalf:
@@ -115,7 +118,8 @@ class KVStoreConnector(OffloadingConnector):
             # First: the base class tells the other half of ends, but not of failures, and forgets jobs at a reset.
             self._scheduler_half.finish(outcomes.completed_jobs, outcomes.failed_chunks)
         super().update_connector_output(connector_output)
-        self._scheduler_half.flush()
+        if outcomes is not None:  # else there is nothing that `build_connector_meta` has not sent
+            self._scheduler_half.flush()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler_half.finishing(request.request_id)
@@ -195,6 +199,12 @@ def _require_tp(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     if problem := tp_problem(tp_size, config.tp_lcm_size or tp_size, heads):
         raise ValueError(f"kv_connector_extra_config: {problem}")
+
+
+def _is_no_waiting_store(record: logging.LogRecord) -> bool:
+    """vLLM warns in every step in which a store is put off. Ours wait for slots that are on their way, which is no
+    failure; what is given up in the end is counted."""
+    return record.msg != "Request %s: cannot store chunks"
 
 
 def _mention_failure_policy(vllm_config: VllmConfig) -> None:

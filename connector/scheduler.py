@@ -46,7 +46,7 @@ from kvstore.steps import Outcome, Steps
 logger = logging.getLogger("vllm.connector.scheduler")
 
 HEARTBEAT_HUNG_MS = 1000.0
-DEFERRALS_MAX = 2  # how often a request's store may wait a step for grants
+STORE_WAIT_S = 1.0  # how long a request's store may wait for grants; docs/decisions/002
 GRANTS_RETRY_S = 0.1  # a full tier is not asked again in every step
 NOWHERE = (0, 2**64 - 1)  # a place whose generation no slot ever has: its load fails
 
@@ -132,7 +132,7 @@ class RequestRecord:
     prefetch: Prefetch | None = None
     prefetched: set[bytes] = field(default_factory=set)  # keys asked for: a hit of fs, not of cpu
     refused_from: int | None = None  # first chunk of the chain that could not be stored; nothing after it is
-    deferrals: int = 0
+    store_waits_until_s: float | None = None  # None: has not waited for grants yet
     grants_expected: int = 0
     known_present: bool = False  # some of the chain is in the store
     tail: tuple[int, int] | None = None  # place of the last chunk of the chain that is stored, or being stored
@@ -293,13 +293,16 @@ class SchedulerHalf(OffloadingManager):
             if self._rules.stores:
                 self._expect(record, missing)
         from_cpu = tiers.allows(Medium.CPU, Locality.LOCAL)
+        places = zip(slots.tolist(), generations.tolist(), strict=True)
+        if from_cpu and not record.barred and codes.count(CPU) == len(codes):
+            return Found(attached, dict(zip(keys, places, strict=True)))  # as usual; it must be quick
         chunks = {
-            key: (slot, generation)
-            for key, code, slot, generation in zip(keys, codes, slots.tolist(), generations.tolist(), strict=True)
+            key: place
+            for key, code, place in zip(keys, codes, places, strict=True)
             if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
         }
         coming: Collection[bytes] = ()
-        if tiers.allows(Medium.STORAGE, Locality.LOCAL):
+        if (FS in codes or PENDING in codes) and tiers.allows(Medium.STORAGE, Locality.LOCAL):
             coming = self._prefetch(record, attached, dict(zip(keys, codes, strict=True)), chunks)
         return Found(attached, chunks, coming)
 
@@ -392,7 +395,6 @@ class SchedulerHalf(OffloadingManager):
         enough = min(len(wanted), self._grants_max(attached))
         slow = attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS
         if wanted and (attached.steps.grants_free < enough or slow) and self._may_defer(record, attached):
-            record.deferrals += 1
             self._expect(record, max(record.grants_expected, len(wanted)))
             return None
         grants = self._take_grants(attached, len(wanted))
@@ -453,11 +455,15 @@ class SchedulerHalf(OffloadingManager):
 
     def _may_defer(self, record: RequestRecord, attached: Attached) -> bool:
         """A finished request gets no further offer, and a daemon that has no more to give will not have more next
-        step."""
+        step. Time counts, not steps: a step may take milliseconds, and a busy machine holds a daemon up for longer."""
         hopeless = attached.steps.grants_coming == 0 and attached.steps.grants_short in _FULL
-        # A busy machine may hold the daemon up for a moment; one that has stood still for longer will not be back soon.
         hung = attached.session.table.heartbeat_age_ms() > HEARTBEAT_HUNG_MS
-        return not record.finished and not hopeless and not hung and record.deferrals < DEFERRALS_MAX
+        if record.finished or hopeless or hung:
+            return False
+        now = self._clock()
+        if record.store_waits_until_s is None:
+            record.store_waits_until_s = now + STORE_WAIT_S
+        return now < record.store_waits_until_s
 
     def _expect(self, record: RequestRecord, grants: int) -> None:
         self._expected += grants - record.grants_expected

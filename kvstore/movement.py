@@ -312,7 +312,8 @@ class Movement:
         self._promoting_bytes -= promotion.slot_bytes
         if promotion.outcome is ReadOutcome.READ:
             commit = (*ref, chunk.tenant, chunk.key, b"")
-            if self._index.commit(OWN_GROUP, chunk.namespace, [commit]) == [STORED]:
+            # Not a use: the request that wanted it says so when it has loaded it.
+            if self._index.commit(OWN_GROUP, chunk.namespace, [commit], is_use=False) == [STORED]:
                 for group in promotion.groups:
                     self._index.lease(group, [ref], self._clock_ms() + limits.LEASE_MS)
         else:

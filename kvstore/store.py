@@ -346,8 +346,7 @@ class Store:
             )
         if len(request.keys) > limits.KEYS_PER_CALL_MAX:
             raise LimitExceeded(f"{len(request.keys)} keys in one lookup; at most {limits.KEYS_PER_CALL_MAX}")
-        for key in request.keys:
-            require_key(key)
+        require_keys(request.keys)
         return self._index.lookup(request.namespace_id, request.tenant, list(request.keys))
 
     def expire_leases(self, now_ms: int) -> None:
@@ -854,43 +853,39 @@ class Store:
 
     def _commit(self, group: Group, commits: Sequence[store_pb2.Commit], now_ms: int) -> list[int]:
         outcomes: list[int] = [store_pb2.OUTCOME_NOT_GRANTED] * len(commits)
-        passed: list[int] = []
+        positions: list[int] = []  # of those that pass
+        passed: list[tuple[int, int, bytes, bytes, bytes]] = []
         aborted: list[tuple[int, int]] = []
         for position, commit in enumerate(commits):
-            ref = (commit.at.slot, commit.at.generation)
-            if group.granted.get(ref[0], (None, None))[0] != ref[1]:
+            at, tenant = commit.at, commit.tenant
+            slot, generation = at.slot, at.generation
+            granted = group.granted.get(slot)
+            if granted is None or granted[0] != generation:
                 continue
-            if group.refused or group.granted[ref[0]][1] != group.epoch:
-                aborted.append(ref)
-            elif self.require_cache_salt and commit.tenant == self._unsalted:
+            if group.refused or granted[1] != group.epoch:
+                aborted.append((slot, generation))
+            elif self.require_cache_salt and tenant == self._unsalted:
                 outcomes[position] = _REJECTED_ADMISSION
-                aborted.append(ref)
+                aborted.append((slot, generation))
             else:
                 # Out of `granted` at once: a second commit of the same reference in this message has no grant.
-                self._no_longer_granted(group, ref[0])
-                passed.append(position)
+                self._no_longer_granted(group, slot)
+                positions.append(position)
+                passed.append((slot, generation, tenant, commit.key, commit.parent))
         if passed:
-            codes = self._index.commit(
-                group.number,
-                group.namespace,
-                [
-                    (commit.at.slot, commit.at.generation, commit.tenant, commit.key, commit.parent)
-                    for commit in (commits[position] for position in passed)
-                ],
-                now_ms,
-            )
-            for position, code in zip(passed, codes, strict=True):
+            codes = self._index.commit(group.number, group.namespace, passed, now_ms)
+            for position, code in zip(positions, codes, strict=True):
                 outcomes[position] = code  # the numbers of wire and index agree; not granted: removed meanwhile
                 if code == STORED:
                     self._stores += 1
-                    self._write_through(group, commits[position])
+                    if self._movement is not None:
+                        self._write_through(self._movement, group, commits[position])
         self._abort(group, aborted)
         return outcomes
 
-    def _write_through(self, group: Group, commit: store_pb2.Commit) -> None:
-        if self._movement is not None:
-            chunk = ChunkId(group.namespace, commit.tenant, commit.key)
-            self._movement.stored(chunk, commit.at.slot, commit.at.generation, group.chunk_bytes)
+    def _write_through(self, movement: Movement, group: Group, commit: store_pb2.Commit) -> None:
+        chunk = ChunkId(group.namespace, commit.tenant, commit.key)
+        movement.stored(chunk, commit.at.slot, commit.at.generation, group.chunk_bytes)
 
     def _abort(self, group: Group, refs: Sequence[tuple[int, int]]) -> None:
         held = [ref for ref in refs if group.granted.get(ref[0], (None, None))[0] == ref[1]]
@@ -925,12 +920,13 @@ async def _nothing() -> AsyncIterator[str | None]:
         yield each
 
 
-def require_key(key: bytes) -> None:
-    if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
-        raise BadKey(
-            f"key {key.hex()} has {len(key)} bytes; a key is the engine's hash of {limits.KEY_BYTES_MIN} to "
-            f"{limits.KEY_BYTES_MAX} bytes"
-        )
+def require_keys(keys: Iterable[bytes]) -> None:
+    for key in keys:
+        if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
+            raise BadKey(
+                f"key {key.hex()} has {len(key)} bytes; a key is the engine's hash of {limits.KEY_BYTES_MIN} to "
+                f"{limits.KEY_BYTES_MAX} bytes"
+            )
 
 
 def _require_only_scheduler(group: Group) -> None:
@@ -984,22 +980,14 @@ def _require_well_formed(request: store_pb2.StepRequest, last_number: int) -> No
         raise LimitExceeded(f"{operations} operations in one message; at most {limits.OPERATIONS_PER_STEP_MAX}")
     if len(request.tails) > limits.TAILS_PER_STEP_MAX:
         raise LimitExceeded(f"{len(request.tails)} tails in one message; at most {limits.TAILS_PER_STEP_MAX}")
-    for tenant in _tenants(request):
+    chains = (*request.touches, *request.promotes)
+    for tenant in {commit.tenant for commit in request.commits} | {chain.tenant for chain in chains}:
         if len(tenant) != TENANT_ID_BYTES:
             raise ProtocolError(f"tenant {tenant.hex()} has {len(tenant)} bytes, not {TENANT_ID_BYTES}")
-    for commit in request.commits:
-        require_key(commit.key)
-        if commit.parent:
-            require_key(commit.parent)
-    for chain in (*request.touches, *request.promotes):
-        for key in chain.keys:
-            require_key(key)
-
-
-def _tenants(request: store_pb2.StepRequest) -> Iterator[bytes]:
-    yield from (commit.tenant for commit in request.commits)
-    yield from (chain.tenant for chain in request.touches)
-    yield from (chain.tenant for chain in request.promotes)
+    require_keys([commit.key for commit in request.commits])
+    require_keys(filter(None, [commit.parent for commit in request.commits]))
+    for chain in chains:
+        require_keys(chain.keys)
 
 
 def _parsed(document: str) -> dict[str, object] | None:

@@ -1,7 +1,4 @@
 // Index: bytes that one tenant's chunks may take. Only tenants with a quota have an order of eviction of their own.
-#include <algorithm>
-#include <iterator>
-
 #include "index.h"
 
 namespace kvstore {
@@ -24,9 +21,10 @@ std::uint64_t Index::set_quota(const Id& tenant, std::optional<std::uint64_t> nb
         if (scope.tenant == tenant) quota.used += scopes_[number].bytes;
     }
     if (quota.used == 0) return 0;
-    for (const auto& [class_bytes, victims] : victims_) {
-        std::copy_if(victims.begin(), victims.end(), std::inserter(quota.victims, quota.victims.end()),
-                     [&](const Victim& each) { return scopes_[records_[each.record].scope].scope.tenant == tenant; });
+    for (std::uint32_t number = 0; number < records_.size(); ++number) {
+        const Record& record = records_[number];
+        if (record.place.listed() && scopes_[record.scope].scope.tenant == tenant)
+            quota.leaves.insert(own_leaf(number));
     }
     return quota.used;
 }
@@ -43,9 +41,9 @@ Index::Quota* Index::quota_of(const Id& tenant) {
 bool Index::make_room_in(Quota& quota, std::uint64_t nbytes, std::uint32_t kept, bool cut_off) {
     for (int evictions = 0; quota.used + nbytes > quota.nbytes; ++evictions) {
         if (cut_off) return false;
-        auto oldest = quota.victims.begin();
-        if (oldest != quota.victims.end() && oldest->record == kept) ++oldest;
-        if (nbytes > quota.nbytes || oldest == quota.victims.end() || evictions == EVICTIONS_PER_COMMIT_MAX)
+        auto oldest = quota.leaves.begin();
+        if (oldest != quota.leaves.end() && oldest->record == kept) ++oldest;
+        if (nbytes > quota.nbytes || oldest == quota.leaves.end() || evictions == EVICTIONS_PER_COMMIT_MAX)
             return false;
         evict(oldest->record);
     }
@@ -61,11 +59,11 @@ void Index::quota_problems(std::vector<std::string>& problems) const {
             used += class_bytes(record.at.slot);
             if (!is_evictable(record)) continue;
             ++evictable;
-            if (!quota.victims.contains(victim(number)))
+            if (!quota.leaves.contains(own_leaf(number)))
                 problems.push_back("a chunk is not among its tenant's victims");
         }
         if (used != quota.used) problems.push_back("a tenant's quota counts bytes wrongly");
-        if (evictable != quota.victims.size()) problems.push_back("a tenant's quota has victims that are none");
+        if (evictable != quota.leaves.size()) problems.push_back("a tenant's quota has victims that are none");
     }
 }
 

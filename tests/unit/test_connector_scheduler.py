@@ -8,10 +8,12 @@ import pytest
 pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading_scheduler
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from connector import metrics
+from connector.scheduler import STORE_WAIT_S
 from tests.unit.connector_engine import BLOCK_TOKENS, PretendEngine
 
 PROMPT = list(range(41))  # 10 full blocks: 5 chunks of 2
@@ -293,7 +295,9 @@ def test_with_fewer_slots_than_chunks_the_head_of_the_chain_is_stored_and_the_ne
     assert stored_keys(engine) == again.block_hashes[1:10:2]
 
 
-def test_a_store_waits_for_slots_at_most_twice_and_never_when_the_request_has_ended(engine):
+def test_a_store_waits_for_slots_for_a_bounded_time_and_never_when_the_request_has_ended(engine):
+    now = [100.0]
+    engine.half._clock = lambda: now[0]
     engine.steps.answered = False
     offers = []
     prepare = engine.half.prepare_store
@@ -301,15 +305,26 @@ def test_a_store_waits_for_slots_at_most_twice_and_never_when_the_request_has_en
     def counted(keys, context):
         outcome = prepare(keys, context)
         offers.append(None if outcome is None else len(outcome.keys_to_store))
+        now[0] += STORE_WAIT_S / 4
         return outcome
 
     engine.half.prepare_store = counted
     engine.serve("cold", PROMPT, max_tokens=12)
-    assert offers[:3] == [None, None, 0]
-    assert None not in offers[2:]
+    assert offers[:5] == [None, None, None, None, 0]
+    assert None not in offers[4:]
     offers.clear()
     engine.serve("short", PROMPT[::-1][:9], max_tokens=1)
     assert offers == [None, 0]  # the second one is the last offer of a request that has ended
+
+
+def test_a_store_that_waits_for_slots_is_no_warning(engine, caplog):
+    with caplog.at_level(logging.WARNING, logger=offloading_scheduler.__name__):
+        offloading_scheduler.logger.warning("Request %s: something else", "cold")
+        engine.steps.answered = False
+        engine.add("cold", PROMPT)
+        engine.step()
+    assert not engine.half._jobs
+    assert [record.getMessage() for record in caplog.records] == ["Request cold: something else"]
 
 
 def test_slots_that_arrive_while_the_store_waits_are_used(engine):

@@ -68,17 +68,14 @@ def test_another_salt_finds_nothing_and_gets_the_same_tokens(
 
 
 def test_one_request_of_one_token_is_committed_without_another_one(engine: Engine, store: Store) -> None:
-    stores = store.stores()
-    engine.generate(random_prompt(4, PROMPT_TOKENS), max_tokens=1)
-    store.wait_for_stores(stores + FULL_CHUNKS)
+    prompt = random_prompt(4, PROMPT_TOKENS)
+    store.until_committed(engine, FULL_CHUNKS, lambda: engine.generate(prompt, max_tokens=1))
 
 
 def test_requests_at_once_are_each_served_their_own_chunks(engine: Engine, store: Store, oracle: Engine) -> None:
     prompts = [random_prompt(10 + i, PROMPT_TOKENS) for i in range(4)]
     expected = [oracle.generate(prompt).tokens for prompt in prompts]
-    stores = store.stores()
-    engine.generate_many(prompts)
-    store.wait_for_stores(stores + len(prompts) * FULL_CHUNKS)
+    store.until_committed(engine, len(prompts) * FULL_CHUNKS, lambda: engine.generate_many(prompts))
     engine.reset_prefix_cache()
     hits = store.hits()
     assert [completion.tokens for completion in engine.generate_many(prompts)] == expected

@@ -22,7 +22,16 @@ import pytest
 
 from connector import metrics
 from connector.testing import START_S_MAX, STOP_S_MAX, engine_environment, random_prompt
-from tests.vllm.support import ARGUMENTS, BLOCK_TOKENS, FULL_CHUNKS, HASH_SEED, PROMPT_TOKENS, Store
+from tests.vllm.support import (
+    ARGUMENTS,
+    BLOCK_TOKENS,
+    FULL_CHUNKS,
+    HASH_SEED,
+    OFFERS_MAX,
+    PROMPT_TOKENS,
+    Store,
+    wait_up_to,
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +106,11 @@ def test_a_served_engine_uses_the_store_and_shows_our_series(address: str, store
     stores = store.stores()
     hits = store.hits()
     cold = _complete(address, prompt, "alice")
-    store.wait_for_stores(stores + FULL_CHUNKS)
+    for _ in range(OFFERS_MAX - 1):  # as `Store.until_committed`
+        if wait_up_to(store.stores, stores + FULL_CHUNKS) == stores + FULL_CHUNKS:
+            break
+        _complete(address, prompt, "alice")
+        assert _series(address)[f"{metrics.REFUSED_STORES}_total"] > 0
     warm = _complete(address, prompt, "alice")  # the engine keeps no prefix cache of its own here
     store.wait_for_hits(hits + FULL_CHUNKS)
 
