@@ -18,7 +18,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore import admin
 from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
-from kvstore.errors import ProtocolError
 from kvstore.testing import Daemon, running_daemon, start_daemon
 from kvstore.tiers.fs_format import slot_bytes_for
 from tests.integration.conftest import (
@@ -254,8 +253,6 @@ def test_what_an_operator_removed_is_in_no_tier_and_does_not_come_back(fs_dir: P
         assert (fs_tier(daemon)["removals"], fs_tier(daemon)["chunks"]) == (100, 1)
         admin.remove(daemon.endpoint, admin.selection(tier="cpu"))
         assert client.lookup("other", [key(1)]) == [Lookup.FS]
-        with pytest.raises(ProtocolError, match="no times"):
-            admin.remove(daemon.endpoint, admin.selection(), older_than_ms=1)
         daemon.kill()
     (fs_dir / "index.mdb").unlink(missing_ok=True)  # not even when all headers are read
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
@@ -450,3 +447,24 @@ def test_gc_knows_after_a_restart_when_a_namespace_was_last_used(fs_dir: Path) -
             eventually(old.exists, "its document is kept again")
             assert [gone["document"]["model"] for gone in admin.collect(daemon.endpoint, 1)] == ["new"]  # type: ignore[index]
             assert client.put("salt", {key(1): payload(1)}) == {key(1): Stored()}
+
+
+def test_chunks_on_disk_have_ages_that_outlive_the_daemon_and_can_be_evicted_by_them(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+        wait_for_disk(daemon, 100)
+    stopped_s = time.monotonic()
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        wait_for_disk(daemon, 100)
+        ages = [row["idle_s"] for row in admin.chunks(daemon.endpoint, admin.selection(tier="fs"), limit=1_000)]
+        assert time.monotonic() - stopped_s <= min(ages)  # type: ignore[type-var]
+        assert max(ages) < 3_600  # type: ignore[type-var]
+        assert admin.remove(daemon.endpoint, admin.selection(), older_than_ms=3_600_000)["evicted_chunks"] == 0
+        wait_for_lookup(client, KEYS[:10], Lookup.FS)
+        unused_ms = int((time.monotonic() - stopped_s) * 1_000)
+        assert client.get("salt", KEYS[:10]) == PAYLOADS[:10]
+        settle(client)
+        would = admin.remove(daemon.endpoint, admin.selection(tier="fs"), older_than_ms=unused_ms, dry_run=True)
+        gone = admin.remove(daemon.endpoint, admin.selection(tier="fs"), older_than_ms=unused_ms)
+        assert gone == would
+        assert (gone["evicted_chunks"], fs_tier(daemon)["chunks"]) == (90, 10)
