@@ -25,7 +25,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -365,18 +365,23 @@ class Movement:
         done: Callable[[Removed], None],
         *,
         bytes_wanted: int | None = None,
+        unused_s: float | None = None,
         dry_run: bool = False,
     ) -> None:
-        """Forget for good what the scope covers in the fs tier, or wait there to be written; with `bytes_wanted` only
-        the least recently used of it until so much is free. `done` when it lasts, or at once when `dry_run`."""
-        if bytes_wanted is not None:
-            scope = Scope(chunks=frozenset(self._oldest(scope, bytes_wanted)))
-        elif not dry_run:
+        """Forget for good what the scope covers in the fs tier, or wait there to be written; with `unused_s` only what
+        was not used for so long, with `bytes_wanted` only the least recently used of it until so much is free. `done`
+        when it lasts, or at once when `dry_run`."""
+        if bytes_wanted is not None or unused_s is not None:
+            chosen = self._oldest(scope, bytes_wanted, unused_s)
+            scope = Scope(chunks=frozenset(chosen))
+            sizes = list(chosen.values())
+        elif dry_run:
+            sizes = [slot_bytes for chunk, slot_bytes in self.fs.chunks() if scope.covers(chunk)]
+        else:
             for chunk in [chunk for chunk in self._waiting if scope.covers(chunk)]:
                 del self._waiting[chunk]
             self._write_next()
         if dry_run:
-            sizes = [slot_bytes for chunk, slot_bytes in self.fs.chunks() if scope.covers(chunk)]
             done(Removed(len(sizes), sum(sizes)))
             return
 
@@ -386,13 +391,17 @@ class Movement:
 
         self.fs.remove(scope, counted)
 
-    def _oldest(self, scope: Scope, bytes_wanted: int) -> Iterator[ChunkId]:
-        for chunk, slot_bytes in self.fs.chunks():
-            if bytes_wanted <= 0:
-                return
+    def _oldest(self, scope: Scope, bytes_wanted: int | None, unused_s: float | None) -> dict[ChunkId, int]:
+        """Bytes of slots by chunk."""
+        chosen: dict[ChunkId, int] = {}
+        free = 0
+        for chunk, slot_bytes, idle_s in self.fs.ages():
+            if (bytes_wanted is not None and free >= bytes_wanted) or (unused_s is not None and idle_s < unused_s):
+                break
             if scope.covers(chunk):
-                bytes_wanted -= slot_bytes
-                yield chunk
+                chosen[chunk] = slot_bytes
+                free += slot_bytes
+        return chosen
 
     # -- what the table shows ------------------------------------------------------------------------------------
 

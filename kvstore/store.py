@@ -622,17 +622,18 @@ class Store:
     ) -> Iterator[admin_pb2.ChunksPage]:
         """A list of the tier's chunks is made at once, for no call of the tier may come between."""
         scope = Scope(namespace, tenant)
-        found = ((chunk, nbytes) for chunk, nbytes in movement.fs.chunks() if scope.covers(chunk))
+        found = (row for row in movement.fs.ages() if scope.covers(row[0]))
         listed = list(itertools.islice(found, limit))
         for first in range(0, len(listed), limits.ROWS_PER_PAGE):
             page = admin_pb2.ChunksPage()
-            for chunk, nbytes in listed[first : first + limits.ROWS_PER_PAGE]:
+            for chunk, nbytes, idle_s in listed[first : first + limits.ROWS_PER_PAGE]:
                 page.chunks.add(
                     namespace_id=chunk.namespace,
                     tenant_id=chunk.tenant,
                     key=chunk.key,
                     tier=movement.fs.name,
                     bytes=nbytes,
+                    idle_s=idle_s,
                 )
             yield page
 
@@ -645,11 +646,6 @@ class Store:
         older, nbytes = request.HasField("older_than_ms"), request.HasField("bytes")
         if nbytes and request.bytes == 0:
             raise ProtocolError("a removal of 0 bytes")
-        if older and self._lower(request.what) is not None:
-            raise ProtocolError(
-                "the fs tier knows the order in which its chunks were used, but no times; name --tier cpu with "
-                "--older-than, or say how much is to go with --bytes"
-            )
         if request.what.tier not in ("", TIER):
             self._require_known(namespace, tenant)
             return None
@@ -678,6 +674,7 @@ class Store:
             Scope(namespace, tenant),
             done,
             bytes_wanted=request.bytes if request.HasField("bytes") else None,
+            unused_s=request.older_than_ms / 1000 if request.HasField("older_than_ms") else None,
             dry_run=request.dry_run,
         )
         return True

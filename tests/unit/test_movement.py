@@ -43,6 +43,9 @@ class LowerTier:
     def chunks(self) -> Iterator[tuple[ChunkId, int]]:
         return ((chunk, CHUNK) for chunk in list(self.held))
 
+    def ages(self) -> Iterator[tuple[ChunkId, int, float]]:
+        return ((chunk, CHUNK, 0.0) for chunk in list(self.held))
+
     def write(self, chunk: ChunkId, memory: Memory, done: WriteDone, released: Released) -> None:
         self.writes.append((chunk, memory, done, released))
 
