@@ -322,7 +322,14 @@ class Store:
                     self._movement.touched(group.namespace, chain.tenant, chain.keys)
         if self._movement is not None and group.complete() and not group.refused:
             for chain in request.promotes:
-                self._movement.promote(group.number, group.namespace, chain.tenant, chain.keys, group.chunk_bytes)
+                self._movement.promote(
+                    group.number,
+                    group.namespace,
+                    chain.tenant,
+                    chain.keys,
+                    group.chunk_bytes,
+                    waited=not chain.unwaited,
+                )
         self._misses += request.misses
         self.explanations.told(group.name, group.namespace, request.decisions, now_ms)
         self._learn(request, reply)

@@ -144,6 +144,7 @@ def test_a_disk_that_does_not_answer_in_time_is_given_up_and_what_is_in_memory_i
     assert (first.tier, first.outcome) == ("fs", "not read from disk in time")
     assert (last.tier, last.end_tokens, last.outcome) == ("cpu", 16, "loaded")
     assert engine.half._admission._links["fs"].under_way == 0
+    assert engine.daemon.unwaited == set(engine.requests["cold"].block_hashes[5:10:2])
 
 
 def test_a_disk_that_was_declined_is_read_from_for_nobody_and_loaded_from_once_it_is_found_quick():
@@ -164,6 +165,7 @@ def test_a_disk_that_was_declined_is_read_from_for_nobody_and_loaded_from_once_i
         warmed += 1
         assert warmed <= 20
     assert warmed > PROBE_AFTER_DECLINES
+    assert engine.daemon.unwaited
     assert loads(engine)[0].tier == "fs"
 
 
