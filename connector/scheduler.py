@@ -383,9 +383,6 @@ class SchedulerHalf(OffloadingManager):
             hit.end_tokens,
         )
         if verdict is None or not same:
-            if hit.end_tokens <= hit.gpu_tokens:
-                record.load = None
-                return 0
             verdict = record.load = self._admission.load(record.req_id, hit, self._rules.prefetch_wait_s)
             if verdict.probe:
                 below = [key for key, code in zip(keys, codes, strict=True) if code == FS]
@@ -421,6 +418,7 @@ class SchedulerHalf(OffloadingManager):
             disk_chunks=on_disk,
             chunk_bytes=attached.steps.group.chunk_bytes,
             disk_healthy=healthy,
+            missing=keys[anywhere] if anywhere < len(keys) else b"",
         )
 
     def _promotion_over(self, record: RequestRecord) -> None:

@@ -84,6 +84,19 @@ def test_a_key_says_that_it_was_refused_stored_or_removed(daemon: Daemon, client
     assert "an operator removed" in shown(daemon, key(1).hex())
 
 
+def test_a_request_that_missed_says_what_became_of_the_chunk_it_missed(
+    daemon: Daemon, client: StoreClient, steps: Steps
+) -> None:
+    client.put(None, {key(1): payload(1)})
+    CliRunner().invoke(app, ["clear", "--yes", "--endpoint", daemon.endpoint])
+    steps.tell(Decision(1, "cmpl-3", False, "NO_HIT", 512, refused=(key(1),)))
+    steps.settle(WAIT_S)
+    found = explain(daemon, "cmpl-3")
+    assert found["decisions"][0]["first_missing"] == key(1)[:8].hex()
+    assert "an operator removed" in found["keys"][0]["events"][1]
+    assert daemon.stats()["decisions"][0]["refused_chunks"] == 0
+
+
 def test_a_key_that_had_to_make_room_says_for_whom() -> None:
     with running_daemon(cpu_bytes="1MiB") as daemon, client_of(daemon) as client:
         client.put(None, {key(0): payload(0)})

@@ -47,8 +47,8 @@ def becomes(engine: PretendEngine, *, load: TransferModel) -> None:
 
 
 def loads(engine: PretendEngine):
-    """The newest load decision first."""
-    return [decision for decision in reversed(engine.steps.told) if not decision.is_store]
+    """Of hits, the newest first."""
+    return [each for each in reversed(engine.steps.told) if not each.is_store and each.reason != LoadReason.NO_HIT]
 
 
 def warm(engine: PretendEngine, req_id: str, prompt: list[int] = PROMPT) -> list[int]:
@@ -204,4 +204,6 @@ def test_an_engine_that_knows_nothing_yet_stores_and_loads():
     cold = list(engine.serve("cold", PROMPT).output_token_ids)
     assert warm(engine, "warm") == cold
     assert engine.daemon.hits == 5
-    assert {decision.reason for decision in engine.steps.told} == {Reason.LEARNING}
+    assert {decision.reason for decision in engine.steps.told} == {Reason.LEARNING, LoadReason.NO_HIT}
+    [missed] = {tuple(each.refused) for each in engine.steps.told if each.reason == LoadReason.NO_HIT}
+    assert missed == (engine.requests["cold"].block_hashes[1],)
