@@ -119,6 +119,7 @@ class Prefetch:
 
 
 NOTHING_FOUND = Found(None, {})
+_HIT, _MISSED = LookupResult.HIT, LookupResult.MISS  # `lookup` is called for every key, and an enum's names are slow
 _FULL = (Outcome.REJECTED_TIER_FULL, Outcome.REJECTED_QUOTA, Outcome.REJECTED_TIER_SICK)
 
 
@@ -150,6 +151,7 @@ class RequestRecord:
     grants_expected: int = 0
     known_present: bool = False  # some of the chain is in the store
     tail: tuple[int, int] | None = None  # place of the last chunk of the chain that is stored, or being stored
+    used: int = 0  # so many chunks of the chain the daemon was told of: later touches are no further use
     tenant_of: tuple[Attached, bytes] | None = field(default=None, repr=False)
 
     def chunk_keys(self, geometry: Geometry, first: int, end: int | None = None) -> list[bytes]:
@@ -310,13 +312,14 @@ class SchedulerHalf(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         record = req_context.get_state(RequestRecord)
         if record is None:
-            return LookupResult.MISS
-        if record.found is None:  # not before vLLM asks: a request that skips the cache asks nothing
-            record.found = self._look_up(record)
+            return _MISSED
+        found = record.found
+        if found is None:  # not before vLLM asks: a request that skips the cache asks nothing
+            found = record.found = self._look_up(record)
         chunk_key = get_offload_block_hash(key)
-        if chunk_key in record.found.coming:
-            return LookupResult.RETRY
-        return LookupResult.HIT if chunk_key in record.found.chunks else LookupResult.MISS
+        if chunk_key in found.chunks:
+            return _HIT
+        return LookupResult.RETRY if chunk_key in found.coming else _MISSED
 
     def _look_up(self, record: RequestRecord) -> Found:
         attached = self._usable()
@@ -498,6 +501,8 @@ class SchedulerHalf(OffloadingManager):
             if place != NOWHERE:
                 found.attached.steps.lease(*place)
         record.known_present = True
+        if not self._rules.stores:  # else every chunk is offered to `prepare_store`, which touches it
+            self._touch_loaded(record, found.attached, chunk_keys)
         job = self._prepare(found.attached, record, chunk_keys, places, is_store=False)
         for key in chunk_keys:
             self._loading[key] = self._loading.get(key, 0) + 1
@@ -530,31 +535,30 @@ class SchedulerHalf(OffloadingManager):
         chunk_keys = [get_offload_block_hash(key) for key in keys]
         codes, slots, generations = attached.session.table.lookup(namespace, tenant, chunk_keys)
         end = self._admitted_end(record, attached, tenant)
-        present, wanted, beyond, not_admitted = [], [], 0, 0
+        present, wanted, beyond, not_admitted = [], [], [], []  # with their positions
         for i, offered in enumerate(zip(positions, keys, chunk_keys, codes, strict=True)):
             position, _, chunk_key, code = offered
             if record.chunk_keys(self._geometry, position, position + 1) != [chunk_key]:
                 continue  # the request's tokens were changed since vLLM noted this key: its bytes are another's
             if code in (CPU, PENDING):
-                present.append(chunk_key)
+                present.append((position, chunk_key))
                 record.tail = (int(slots[i]), int(generations[i]))
             elif end is not None and position >= end:
-                not_admitted += 1
+                not_admitted.append((position, chunk_key))
             elif record.refused_from is not None and position >= record.refused_from:
-                beyond += 1
+                beyond.append((position, chunk_key))
             elif (tenant, chunk_key) not in self._storing:
                 wanted.append(offered)
-        # A prefix taken now is all that this request ever stores, so its slots are waited for, though not for ever.
-        enough = min(len(wanted), self._grants_max(attached))
-        slow = attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS
-        if wanted and (attached.steps.grants_free < enough or slow) and self._may_defer(record, attached):
+        if wanted and self._may_defer(record, attached, len(wanted)):
             self._expect(record, max(record.grants_expected, len(wanted)))
             return None
         grants = self._take_grants(attached, len(wanted))
+        refused = [(position, chunk_key) for position, _, chunk_key, _ in wanted[len(grants) :]]
+        record.known_present |= bool(present)
+        self._touch(record, attached, tenant, sorted(present + refused + beyond + not_admitted), positions)
         self._admission.offered(chunk_keys[len([place for place in positions if place < record.prompt_chunks]) :])
-        self._count(metrics.UNADMITTED_STORES, not_admitted)
-        self._touch(record, attached, tenant, present, positions[-1])
-        self._count(metrics.REFUSED_STORES, beyond)
+        self._count(metrics.UNADMITTED_STORES, len(not_admitted))
+        self._count(metrics.REFUSED_STORES, len(beyond))
         if len(grants) < len(wanted):
             self._refuse(record, wanted[len(grants)][0], len(wanted) - len(grants))
             wanted = wanted[: len(grants)]
@@ -609,14 +613,35 @@ class SchedulerHalf(OffloadingManager):
             return b""
         return record.chunk_keys(self._geometry, position - 1, position)[0]
 
-    def _touch(self, record: RequestRecord, attached: Attached, tenant: bytes, present: list[bytes], last: int) -> None:
+    def _touch(
+        self,
+        record: RequestRecord,
+        attached: Attached,
+        tenant: bytes,
+        used: list[tuple[int, bytes]],
+        offered: Sequence[int],
+    ) -> None:
         """Each offer keeps what it found young; the one that completes the prompt the whole chain, so that no parent is
-        older than its child."""
-        record.known_present |= bool(present)
-        if record.known_present and last + 1 == record.prompt_chunks:
-            attached.steps.touch(tenant, record.chunk_keys(self._geometry, 0, last + 1))
-        elif present:
-            attached.steps.touch(tenant, present)
+        older than its child. `used` (position, key): what is present or refused; a commit speaks for the rest."""
+        if record.known_present and offered[-1] + 1 == record.prompt_chunks:
+            head = max(record.used, offered[0])
+            keys = record.chunk_keys(self._geometry, 0, head) + [key for position, key in used if position >= head]
+            again = record.used
+        else:
+            keys = [key for _, key in used]
+            again = sum(position < record.used for position, _ in used)
+        if keys:
+            attached.steps.touch(tenant, keys, again=again)
+        record.used = max(record.used, offered[-1] + 1)
+
+    def _touch_loaded(self, record: RequestRecord, attached: Attached, loaded: list[bytes]) -> None:
+        keys = loaded
+        if self._geometry.names_parents:
+            chain = record.chunk_keys(self._geometry, 0)
+            keys = chain[: chain.index(loaded[-1], record.lookup_from) + 1]
+        again = min(record.used, len(keys))
+        attached.steps.touch(record.tenant(attached), keys, again=again)
+        record.used = max(record.used, len(keys))
 
     def _refuse(self, record: RequestRecord, position: int, count: int) -> None:
         if record.refused_from is None or position < record.refused_from:
@@ -631,12 +656,17 @@ class SchedulerHalf(OffloadingManager):
             return []  # a daemon that does not run could not be told that the store ended
         return attached.steps.take_grants(count)
 
-    def _may_defer(self, record: RequestRecord, attached: Attached) -> bool:
-        """A finished request gets no further offer, and a daemon that has no more to give will not have more next
-        step. Time counts, not steps: a step may take milliseconds, and a busy machine holds a daemon up for longer."""
+    def _may_defer(self, record: RequestRecord, attached: Attached, count: int) -> bool:
+        """Whether a store of so many chunks waits for slots. What is taken now is all that the request ever stores of
+        this offer, so they are waited for, though not for ever. A finished request gets no further offer, and a daemon
+        that has no more to give will not have more next step. Time counts, not steps: a step may take milliseconds, and
+        a busy machine holds a daemon up for longer."""
+        heartbeat_age_ms = attached.session.table.heartbeat_age_ms()
+        enough = min(count, self._grants_max(attached))
+        if attached.steps.grants_free >= enough and heartbeat_age_ms <= HEARTBEAT_STALE_MS:
+            return False
         hopeless = attached.steps.grants_coming == 0 and attached.steps.grants_short in _FULL
-        hung = attached.session.table.heartbeat_age_ms() > HEARTBEAT_HUNG_MS
-        if record.finished or hopeless or hung:
+        if record.finished or hopeless or heartbeat_age_ms > HEARTBEAT_HUNG_MS:
             return False
         now = self._clock()
         if record.store_waits_until_s is None:

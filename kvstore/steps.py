@@ -75,6 +75,13 @@ class _Commit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class _Touch:
+    tenant: bytes
+    keys: Sequence[bytes]
+    again: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Unanswered:
     request: store_pb2.StepRequest
     tickets: list[int]
@@ -108,13 +115,13 @@ class Steps:
         self._aborts: deque[Ref] = deque()
         self._releases: deque[tuple[Ref, bool, bool]] = deque()
         self._leases: dict[Ref, None] = {}  # to be taken or renewed
-        self._touches: deque[tuple[bytes, Sequence[bytes]]] = deque()  # pieces that fit a message, the tail's first
+        self._touches: deque[_Touch] = deque()  # pieces that fit a message, the tail's first
         self._promotes: deque[tuple[bytes, Sequence[bytes], int, bool]] = deque()  # with the call's number; waited for?
         self._promotes_asked = 0  # calls
         self._promotes_sent = 0
         self._promotes_answered = 0
         self._operations = 0  # in the queues above
-        self._misses = 0
+        self._misses: deque[int] = deque()  # not guarded: a deque's append and popleft are whole by themselves
         self._wanted = 0
         self._tails: set[Ref] = set()
         self._probe: store_pb2.Probe | None = None
@@ -258,13 +265,15 @@ class Steps:
             self._releases.append((ref, loaded, promoted))
             self._operations += 1
 
-    def touch(self, tenant: bytes, keys: Sequence[bytes]) -> None:
-        """The chain was used: head first. Dropped when the queue is full."""
+    def touch(self, tenant: bytes, keys: Sequence[bytes], *, again: int = 0) -> None:
+        """The chain was used: head first. Dropped when the queue is full. `again`: so many of its keys, from the head,
+        the same request used before, by a touch or a commit; this is no further use of those."""
         with self._lock:
             if not self._accepting() or self._operations + len(keys) > QUEUED_OPERATIONS_MAX:
                 return
-            ends = range(len(keys), 0, -OPERATIONS_PER_STEP_MAX)
-            self._touches.extend((tenant, keys[max(0, end - OPERATIONS_PER_STEP_MAX) : end]) for end in ends)
+            for end in range(len(keys), 0, -OPERATIONS_PER_STEP_MAX):
+                begin = max(0, end - OPERATIONS_PER_STEP_MAX)
+                self._touches.append(_Touch(tenant, keys[begin:end], min(max(0, again - begin), end - begin)))
             self._operations += len(keys)
 
     def promote(self, tenant: bytes, keys: Sequence[bytes], *, waited: bool = True) -> int:
@@ -285,10 +294,9 @@ class Steps:
         return self._promotes_answered
 
     def miss(self, count: int) -> None:
-        """So many chunks were looked for and are in no tier."""
-        with self._lock:
-            if self._accepting():
-                self._misses += count
+        """So many chunks were looked for and are in no tier. Never waits, not even for the lock: a lookup ends here."""
+        if count and self._accepting():
+            self._misses.append(count)
 
     def probe(self, engine_family: str, hash_algorithm: str, value: bytes) -> None:
         """The engine's hash of the fixed token list; a refusal arrives as the group's state."""
@@ -469,7 +477,7 @@ class Steps:
             self._operations += 1
 
     def _drop_touches(self) -> None:
-        self._operations -= sum(len(keys) for _, keys in self._touches)
+        self._operations -= sum(len(touch.keys) for touch in self._touches)
         self._touches.clear()
 
     def _return_grants(self) -> None:
@@ -536,7 +544,7 @@ class Steps:
             number=self._number,
             instance_id=self._session.instance_id,
             grants_wanted=self._wanted,
-            misses=self._misses,
+            misses=sum(self._misses.popleft() for _ in range(len(self._misses))),
             probe=self._probe,
             fresh_namespace=self._fresh,
             tails=map(_slot_ref, self._tails),
@@ -550,7 +558,7 @@ class Steps:
             self._news.learned, self._news.learned_wanted = {}, False
         if self._fresh:
             self._fresh_number = self._number
-        self._wanted = self._misses = 0
+        self._wanted = 0
         self._tails.clear()
         self._probe, self._fresh, self._ping = None, False, False
 
@@ -574,10 +582,10 @@ class Steps:
             del self._leases[ref]
             request.leases.append(_slot_ref(ref))
             room -= 1
-        while self._touches and len(self._touches[0][1]) <= room:
-            tenant, keys = self._touches.popleft()
-            request.touches.add(tenant=tenant, keys=keys)
-            room -= len(keys)
+        while self._touches and len(self._touches[0].keys) <= room:
+            touch = self._touches.popleft()
+            request.touches.add(tenant=touch.tenant, keys=touch.keys, again=touch.again)
+            room -= len(touch.keys)
         while self._promotes and len(self._promotes[0][1]) <= room:
             tenant, keys, _, waited = self._promotes.popleft()
             request.promotes.add(tenant=tenant, keys=keys, unwaited=not waited)
@@ -666,6 +674,7 @@ class Steps:
             self._touches,
             self._promotes,
             self._grants,
+            self._misses,
         ):
             queue.clear()
         self._leases.clear()
@@ -674,7 +683,7 @@ class Steps:
         self._news.decisions.clear()
         self._news.learned, self._news.learned_wanted = {}, False
         self._unanswered.clear()
-        self._operations = self._misses = self._wanted = self._grants_coming = 0
+        self._operations = self._wanted = self._grants_coming = 0
         self._probe, self._fresh, self._ping, self._flushing = None, False, False, False
         self._changed.notify_all()
 

@@ -46,6 +46,7 @@ class FakeDaemon:
         self.reads: list[tuple[int, float]] = []
         self.unwaited: set[bytes] = set()  # keys that nobody waits for, or waits for any more
         self.touched: list[tuple[bytes, ...]] = []
+        self.used: Counter[bytes] = Counter()  # how often each key: one request is one use, by a touch or a commit
         self.probes: list[tuple[str, str, bytes]] = []
         self.misses = self.hits = self.failed_loads = 0
         self.on_grant: Callable[[int], None] = lambda _slot: None
@@ -79,6 +80,7 @@ class FakeDaemon:
         self.on_commit(slot, key)
         self.stored[place] = slot
         self.parents[key] = parent
+        self.used[key] += 1
 
     def abort(self, slot: int, generation: int) -> None:
         self._end_grant(slot, generation)
@@ -270,9 +272,10 @@ class FakeSteps:
         reads, self.daemon.reads = self.daemon.reads, []
         return reads
 
-    def touch(self, tenant: bytes, keys: Sequence[bytes]) -> None:  # noqa: ARG002
+    def touch(self, tenant: bytes, keys: Sequence[bytes], *, again: int = 0) -> None:  # noqa: ARG002
         if not self.broken:
             self.daemon.touched.append(tuple(keys))
+            self.daemon.used.update(keys[again:])
 
     def miss(self, count: int) -> None:
         if not self.broken:
