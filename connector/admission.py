@@ -112,6 +112,7 @@ class Hit(NamedTuple):
     disk_chunks: int  # to be read first
     chunk_bytes: int
     disk_healthy: bool = True
+    missing: bytes = b""  # key of the first chunk that is not there, if one is not
 
 
 @dataclass(slots=True, eq=False)
@@ -426,6 +427,7 @@ class Admission:
             tuple(alternatives),
             option.tier if option is not None else "",
             option.end_token if option is not None else hit.gpu_tokens,
+            (hit.missing,) if hit.missing else (),
         )
 
     def promoting(self, chunks: int, chunk_bytes: int) -> None:

@@ -386,13 +386,10 @@ class SchedulerHalf(OffloadingManager):
             hit.end_tokens,
         )
         if verdict is None or not same:
-            if hit.end_tokens <= hit.gpu_tokens:
-                record.load = None
-                return 0
             verdict = record.load = self._admission.load(record.req_id, hit, self._rules.prefetch_wait_s)
             if verdict.probe:
                 below = [key for key, code in zip(keys, codes, strict=True) if code == FS]
-                attached.steps.promote(record.tenant(attached), below[:PROBE_CHUNKS])
+                attached.steps.promote(record.tenant(attached), below[:PROBE_CHUNKS], waited=False)
         return max(0, verdict.end_tokens // tokens_per_chunk - record.lookup_from) if verdict.loads else 0
 
     def _hit(self, record: RequestRecord, attached: Attached, keys: Sequence[bytes], codes: bytes) -> Hit:
@@ -424,6 +421,7 @@ class SchedulerHalf(OffloadingManager):
             disk_chunks=on_disk,
             chunk_bytes=attached.steps.group.chunk_bytes,
             disk_healthy=healthy,
+            missing=keys[anywhere] if anywhere < len(keys) else b"",
         )
 
     def _promotion_over(self, record: RequestRecord) -> None:
@@ -432,8 +430,11 @@ class SchedulerHalf(OffloadingManager):
             prefetch.under_way = False
             self._admission.promoted()
 
-    def _give_up_promotion(self, record: RequestRecord, prefetch: Prefetch) -> None:
-        """What has not come from disk by now is a miss for this request."""
+    def _give_up_promotion(self, record: RequestRecord, prefetch: Prefetch, coming: Sequence[bytes]) -> None:
+        """What has not come from disk by now is a miss for this request. `coming`: what still does, for nobody."""
+        if coming:
+            tenant = record.tenant(prefetch.attached)
+            prefetch.attached.steps.promote(tenant, coming[:PROMOTES_PER_ROUND], waited=False)
         prefetch.over = True
         record.gave_up += 1
         self._promotion_over(record)
@@ -477,9 +478,9 @@ class SchedulerHalf(OffloadingManager):
             record.prefetched.update(below)
             attached.steps.flush()
         elif round_over:
-            self._give_up_promotion(record, prefetch)
+            self._give_up_promotion(record, prefetch, [])
         if now >= prefetch.until_s and not prefetch.over:
-            self._give_up_promotion(record, prefetch)
+            self._give_up_promotion(record, prefetch, [key for key in below if codes[key] == PENDING])
         return () if prefetch.over else frozenset(below)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> object:

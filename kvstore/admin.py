@@ -214,7 +214,7 @@ def explain(endpoint: str, about: str) -> dict[str, object]:
                 "tenant_id": fate.tenant_id.hex() or None,
                 "events": list(fate.events),
             }
-            for fate in keys.keys
+            for fate in (*requests.keys, *keys.keys)
         ],
     }
 
@@ -235,13 +235,14 @@ def _decision_json(explained: admin_pb2.Explained) -> dict[str, object]:
         "hit_tokens": decision.hit_tokens,
         "waiting": decision.waiting,
         "recompute_s": decision.recompute_s,
+        "first_missing": decision.refused.hex() if not decision.is_store and decision.refused else None,
         "alternatives": [
             {"tier": each.tier, "end_tokens": each.end_tokens, "seconds": each.seconds}
             for each in decision.alternatives
         ],
         "tier": decision.tier or None,
         "end_tokens": decision.end_tokens,
-        "refused_chunks": decision.refused_count,
+        "refused_chunks": decision.refused_count if decision.is_store else 0,
         "outcome": decision.outcome or None,
         **{name: seconds or None for name, seconds in known.items()},
     }

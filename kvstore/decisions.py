@@ -41,7 +41,7 @@ class Decision:
     alternatives: tuple[Alternative, ...] = ()
     tier: str = ""  # chosen, the slowest that takes part; "": none
     end_tokens: int = 0
-    refused: Sequence[bytes] = ()  # store: keys of the chain that were not admitted, head first
+    refused: Sequence[bytes] = ()  # store: keys that were not admitted, head first; load: the first that was not there
     outcome: str = ""
     load_s: float = 0.0  # from the decision until its load had ended
     saved_s: float = 0.0  # what recomputing the loaded part would have taken

@@ -105,9 +105,11 @@ class Explanations:
             return
         count = self._counts.setdefault(kind, _Count())
         count.decisions += 1
-        count.refused_chunks += decision.refused_count
+        count.refused_chunks += decision.refused_count if decision.is_store else 0
 
     def _refuse(self, namespace: bytes, decision: store_pb2.Decision, now_ms: int) -> None:
+        if not decision.is_store:
+            return
         refused = Refused(decision.request, decision.reason, now_ms)
         prefixes, each = decision.refused, REFUSED_PREFIX_BYTES
         for first in range(0, len(prefixes), each):

@@ -277,10 +277,20 @@ class Movement:
 
     # -- up ------------------------------------------------------------------------------------------------------
 
-    def promote(self, group: int, namespace: bytes, tenant: bytes, keys: Sequence[bytes], chunk_bytes: int) -> None:
+    def promote(
+        self,
+        group: int,
+        namespace: bytes,
+        tenant: bytes,
+        keys: Sequence[bytes],
+        chunk_bytes: int,
+        *,
+        waited: bool = True,
+    ) -> None:
         """Begin to read what only the fs tier has, head first, as far as there is room: the table then shows PENDING.
 
-        What is not begun is still shown as FS when this returns: for the one who asked, that is a miss.
+        What is not begun is still shown as FS when this returns: for the one who asked, that is a miss. `waited` False:
+        the group does not wait for them (any more), and gets no lease.
         """
         slot_bytes = class_bytes(chunk_bytes)
         self._remember_size(namespace, chunk_bytes)
@@ -289,7 +299,10 @@ class Movement:
             chunk = ChunkId(namespace, tenant, key)
             running = self._promotions.get(chunk)
             if running is not None:
-                running.groups.add(group)
+                if waited:
+                    running.groups.add(group)
+                else:
+                    running.groups.discard(group)
                 continue
             if not self.fs.contains(chunk) or self._index.lookup(namespace, tenant, [key])[0] == CPU:
                 continue
@@ -299,7 +312,7 @@ class Movement:
             if not grants:
                 return
             [(slot, generation)] = grants
-            promotion = _Promotion(chunk, slot, generation, slot_bytes, {group}, request=request)
+            promotion = _Promotion(chunk, slot, generation, slot_bytes, {group} if waited else set(), request=request)
             request.reading += 1
             self._promotions[chunk] = promotion
             self._promoting_bytes += slot_bytes

@@ -116,7 +116,7 @@ class Steps:
         self._releases: deque[tuple[Ref, bool, bool]] = deque()
         self._leases: dict[Ref, None] = {}  # to be taken or renewed
         self._touches: deque[_Touch] = deque()  # pieces that fit a message, the tail's first
-        self._promotes: deque[tuple[bytes, Sequence[bytes], int]] = deque()  # each with the number of its call
+        self._promotes: deque[tuple[bytes, Sequence[bytes], int, bool]] = deque()  # with the call's number; waited for?
         self._promotes_asked = 0  # calls
         self._promotes_sent = 0
         self._promotes_answered = 0
@@ -276,15 +276,16 @@ class Steps:
                 self._touches.append(_Touch(tenant, keys[begin:end], min(max(0, again - begin), end - begin)))
             self._operations += len(keys)
 
-    def promote(self, tenant: bytes, keys: Sequence[bytes]) -> int:
+    def promote(self, tenant: bytes, keys: Sequence[bytes], *, waited: bool = True) -> int:
         """Ask for at most PROMOTES_PER_ROUND chunks that only the fs tier has, head first. Once `promotes_answered` has
         reached the number returned, the table shows PENDING or CPU for those that are coming; the others are not.
-        Dropped when the queue is full."""
+        Dropped when the queue is full. `waited` False: nobody waits for them, or waits any more, so the daemon keeps
+        no lease on what lands."""
         assert len(keys) <= PROMOTES_PER_ROUND, f"{len(keys)} chunks to be promoted in one round"
         with self._lock:
             self._promotes_asked += 1
             if self._accepting() and self._operations + len(keys) <= QUEUED_OPERATIONS_MAX:
-                self._promotes.append((tenant, keys, self._promotes_asked))
+                self._promotes.append((tenant, keys, self._promotes_asked, waited))
                 self._operations += len(keys)
             return self._promotes_asked
 
@@ -586,8 +587,8 @@ class Steps:
             request.touches.add(tenant=touch.tenant, keys=touch.keys, again=touch.again)
             room -= len(touch.keys)
         while self._promotes and len(self._promotes[0][1]) <= room:
-            tenant, keys, _ = self._promotes.popleft()
-            request.promotes.add(tenant=tenant, keys=keys)
+            tenant, keys, _, waited = self._promotes.popleft()
+            request.promotes.add(tenant=tenant, keys=keys, unwaited=not waited)
             room -= len(keys)
         # When none is left, also those that were dropped.
         self._promotes_sent = self._promotes[0][2] - 1 if self._promotes else self._promotes_asked

@@ -329,7 +329,14 @@ class Store:
                     self._movement.touched(group.namespace, chain.tenant, chain.keys)
         if self._movement is not None and group.complete() and not group.refused:
             for chain in request.promotes:
-                self._movement.promote(group.number, group.namespace, chain.tenant, chain.keys, group.chunk_bytes)
+                self._movement.promote(
+                    group.number,
+                    group.namespace,
+                    chain.tenant,
+                    chain.keys,
+                    group.chunk_bytes,
+                    waited=not chain.unwaited,
+                )
         self._misses += request.misses
         self.explanations.told(group.name, group.namespace, request.decisions, now_ms)
         self._learn(request, reply)
@@ -721,16 +728,23 @@ class Store:
         """ProtocolError: neither a request nor a key, or too little of one."""
         match request.WhichOneof("about"):
             case "request" if request.request:
-                return admin_pb2.ExplainReply(decisions=self.explanations.of_request(request.request, now_ms))
+                decisions = self.explanations.of_request(request.request, now_ms)
+                # Of what was missed last: what became of it.
+                missed = [each.decision.refused for each in decisions if not each.decision.is_store]
+                keys = self._fates(missed[-1], now_ms) if missed and missed[-1] else []
+                return admin_pb2.ExplainReply(decisions=decisions, keys=keys)
             case "key" if REFUSED_PREFIX_BYTES <= len(request.key) <= limits.KEY_BYTES_MAX:
-                places = [row[:2] for row in self._index.usage(None, limit=limits.ROWS_PER_PAGE)]
-                if self._movement is not None:
-                    places += [place for place in self._movement.fs.usage() if place not in places]
-                return admin_pb2.ExplainReply(keys=self.explanations.of_key(request.key, places, self._tier_of, now_ms))
+                return admin_pb2.ExplainReply(keys=self._fates(request.key, now_ms))
             case _:
                 raise ProtocolError(
                     f"neither a request's id nor at least the first {REFUSED_PREFIX_BYTES} bytes of a key"
                 )
+
+    def _fates(self, key: bytes, now_ms: int) -> list[admin_pb2.KeyFate]:
+        places = [row[:2] for row in self._index.usage(None, limit=limits.ROWS_PER_PAGE)]
+        if self._movement is not None:
+            places += [place for place in self._movement.fs.usage() if place not in places]
+        return self.explanations.of_key(key, places, self._tier_of, now_ms)
 
     def _tier_of(self, namespace: bytes, tenant: bytes, key: bytes) -> str:
         if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:

@@ -14,6 +14,7 @@ _WHY = {
     "LOAD_IS_QUICKER": "loading is quicker",
     "RECOMPUTE_IS_QUICKER": "recomputing is quicker",
     "TIER_SICK": "the tier refuses to be read",
+    "NO_HIT": "no chunk that the engine lacks was there",
     "LEARNING": "too little is known yet to decline",
     "MEASURING": "recomputed to learn how long that takes",
     "EXPLORING": "against the estimate, to see whether it still holds",
@@ -77,6 +78,8 @@ def _load(decision: Mapping[str, object], why: str) -> list[str]:
     chosen = f"load up to {decision['end_tokens']} from {decision['tier']}" if decision["tier"] else "recompute"
     lines.append(f"  chosen: {chosen}, {why}")
     lines.append(f"  outcome: {decision['outcome'] or 'not known yet'}")
+    if decision["first_missing"]:
+        lines.append(f"  the first chunk that was not there has the key {decision['first_missing']}...")
     if decision["load_s"]:
         lines.append(
             f"  measured: loaded after {_ms(decision['load_s'])}; recomputing that part would have taken "

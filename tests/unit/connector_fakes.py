@@ -44,6 +44,7 @@ class FakeDaemon:
         self.promotions_max = 1 << 30  # at once
         self.fs_hits = 0
         self.reads: list[tuple[int, float]] = []
+        self.unwaited: set[bytes] = set()  # keys that nobody waits for, or waits for any more
         self.touched: list[tuple[bytes, ...]] = []
         self.used: Counter[bytes] = Counter()  # how often each key: one request is one use, by a touch or a commit
         self.probes: list[tuple[str, str, bytes]] = []
@@ -245,9 +246,11 @@ class FakeSteps:
         if not self.broken:
             self.daemon.release(slot, loaded=loaded, promoted=promoted)
 
-    def promote(self, tenant: bytes, keys: Sequence[bytes]) -> int:
+    def promote(self, tenant: bytes, keys: Sequence[bytes], *, waited: bool = True) -> int:
         self.promotes += 1
         if not self.broken and self.answered:
+            if not waited:
+                self.daemon.unwaited.update(keys)
             self.daemon.promote(tenant, keys)
             self.promotes_answered = self.promotes
         return self.promotes

@@ -47,8 +47,8 @@ def becomes(engine: PretendEngine, *, load: TransferModel) -> None:
 
 
 def loads(engine: PretendEngine):
-    """The newest load decision first."""
-    return [decision for decision in reversed(engine.steps.told) if not decision.is_store]
+    """Of hits, the newest first."""
+    return [each for each in reversed(engine.steps.told) if not each.is_store and each.reason != LoadReason.NO_HIT]
 
 
 def warm(engine: PretendEngine, req_id: str, prompt: list[int] = PROMPT) -> list[int]:
@@ -144,6 +144,7 @@ def test_a_disk_that_does_not_answer_in_time_is_given_up_and_what_is_in_memory_i
     assert (first.tier, first.outcome) == ("fs", "not read from disk in time")
     assert (last.tier, last.end_tokens, last.outcome) == ("cpu", 16, "loaded")
     assert engine.half._admission._links["fs"].under_way == 0
+    assert engine.daemon.unwaited == set(engine.requests["cold"].block_hashes[5:10:2])
 
 
 def test_a_disk_that_was_declined_is_read_from_for_nobody_and_loaded_from_once_it_is_found_quick():
@@ -164,6 +165,7 @@ def test_a_disk_that_was_declined_is_read_from_for_nobody_and_loaded_from_once_i
         warmed += 1
         assert warmed <= 20
     assert warmed > PROBE_AFTER_DECLINES
+    assert engine.daemon.unwaited
     assert loads(engine)[0].tier == "fs"
 
 
@@ -202,4 +204,6 @@ def test_an_engine_that_knows_nothing_yet_stores_and_loads():
     cold = list(engine.serve("cold", PROMPT).output_token_ids)
     assert warm(engine, "warm") == cold
     assert engine.daemon.hits == 5
-    assert {decision.reason for decision in engine.steps.told} == {Reason.LEARNING}
+    assert {decision.reason for decision in engine.steps.told} == {Reason.LEARNING, LoadReason.NO_HIT}
+    [missed] = {tuple(each.refused) for each in engine.steps.told if each.reason == LoadReason.NO_HIT}
+    assert missed == (engine.requests["cold"].block_hashes[1],)

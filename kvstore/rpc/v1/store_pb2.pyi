@@ -126,14 +126,16 @@ class Release(_message.Message):
     def __init__(self, at: _Optional[_Union[SlotRef, _Mapping]] = ..., loaded: bool = ..., promoted: bool = ...) -> None: ...
 
 class Chain(_message.Message):
-    __slots__ = ("tenant", "keys", "again")
+    __slots__ = ("tenant", "keys", "again", "unwaited")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
+    UNWAITED_FIELD_NUMBER: _ClassVar[int]
     tenant: bytes
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     again: int
-    def __init__(self, tenant: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., again: _Optional[int] = ...) -> None: ...
+    unwaited: bool
+    def __init__(self, tenant: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., again: _Optional[int] = ..., unwaited: bool = ...) -> None: ...
 
 class Probe(_message.Message):
     __slots__ = ("engine_family", "hash_algorithm", "value")
