@@ -8,6 +8,7 @@ DECISIONS_PER_STEP_MAX = 32
 LEARNED_DOCUMENT_BYTES_MAX = 64 << 10
 LEARNED_PER_STEP_MAX = 16
 LEARNED_KEPT_MAX = 64  # kinds of engines
+LEARNED_ON_DISK_MAX = 16
 READS_UNTOLD_MAX = 64
 PROMOTES_PER_ROUND = 256  # chunks asked for at once; the daemon reads fewer at a time, head first
 TAILS_PER_STEP_MAX = 64  # chains that one request for slots may name

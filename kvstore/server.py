@@ -166,6 +166,7 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
     )
     if directory is not None:
         store.quotas.load(directory.quotas())
+        store.remember_learned(directory.learned())
     arena_socket = ArenaSocket(
         store,
         memory=Memory(tier.arena_bytes, index_key, tenant_key),
@@ -203,7 +204,7 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
             metrics.server_close()
         await small_files.end()
         if movement is not None:
-            await _close_fs(movement, config)
+            await _close_fs(movement, config, store.learned())
         tier.close()
         for path in (config.grpc_path, config.arena_path):
             if path.is_socket():
@@ -302,7 +303,11 @@ def _movement(config: ServeConfig, tier: CpuTier, directory: FsDirectory) -> Mov
     return movement
 
 
-async def _close_fs(movement: Movement, config: ServeConfig) -> None:
+async def _close_fs(movement: Movement, config: ServeConfig, learned: dict[str, dict[str, str]]) -> None:
+    try:
+        await asyncio.wait_for(movement.fs.keep_learned(learned), STOP_GRACE_S)
+    except (LimitExceeded, OSError, TimeoutError) as error:
+        _log.warning("what engines learned of their speed is not kept in %s: %s", config.fs_dir, error)
     if not await movement.drain(DRAIN_S):
         _log.warning("not everything could be written to %s in %g s", config.fs_dir, DRAIN_S)
     if not await movement.fs.close():

@@ -380,6 +380,14 @@ class Store:
             for name, document in kept.items():
                 reply.learned.add(name=name, document=document)
 
+    def learned(self) -> dict[str, dict[str, str]]:
+        """Of the engines seen last: documents by kind of engine and name."""
+        return dict(list(self._learned.items())[-limits.LEARNED_ON_DISK_MAX :])
+
+    def remember_learned(self, learned: Mapping[str, Mapping[str, str]]) -> None:
+        """What was kept by an earlier run."""
+        self._learned.update((kind, dict(documents)) for kind, documents in learned.items())
+
     def lookup(self, request: store_pb2.LookupRequest) -> bytes:
         """One code of `kvstore._native` per key. BadKey, ProtocolError, LimitExceeded."""
         if len(request.namespace_id) != 16 or len(request.tenant) != TENANT_ID_BYTES:

@@ -15,6 +15,7 @@ from kvstore.limits import LEARNED_DOCUMENT_BYTES_MAX
 from kvstore.session import Attachment, Role, Session
 from kvstore.steps import DECISIONS_QUEUED_MAX, Steps
 from kvstore.testing import Daemon, running_daemon
+from kvstore.tiers.fs_paths import LEARNED
 from tests.integration.conftest import CHUNK_BYTES, WAIT_S, client_of, eventually, key, payload
 
 CLIENT = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=CHUNK_BYTES)
@@ -146,6 +147,23 @@ def test_a_document_without_bounds_is_refused(daemon: Daemon, steps: Steps) -> N
     with pytest.raises(LimitExceeded, match="document"):
         steps.settle(WAIT_S)
     daemon.assert_sound()
+
+
+def test_with_a_disk_what_was_learned_survives_the_daemon(tmp_path: Path) -> None:
+    flags = ["--fs-dir", str(tmp_path / "fs"), "--fs-bytes", "64MiB"]
+    with running_daemon(arguments=flags) as daemon, Session.attach(daemon.endpoint, CLIENT) as session:
+        steps = Steps(session)
+        steps.ask_learned("model-a")
+        steps.learn({"recompute": "kept"})
+        steps.settle(WAIT_S)
+    for damage in (False, True):
+        if damage:
+            (tmp_path / "fs" / LEARNED).write_text("[7]")
+        with running_daemon(arguments=flags) as daemon, Session.attach(daemon.endpoint, CLIENT) as session:
+            steps = Steps(session)
+            steps.ask_learned("model-a")
+            steps.settle(WAIT_S)
+            assert steps.take_learned() == ({} if damage else {"recompute": "kept"})
 
 
 def test_reads_from_disk_are_timed_by_the_daemon(tmp_path: Path) -> None:
