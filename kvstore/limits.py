@@ -19,6 +19,7 @@ HEARTBEAT_INTERVAL_MS = 50
 HEARTBEAT_STALE_MS = 150  # older: no store begins, fs hits are misses
 STEPS_UNANSWERED_MAX = 16  # a sender waits for an answer then; the daemon remembers as many replies per group
 SESSIONS_MAX = 1_024
+OPERATORS_MAX = 16  # places beyond those, for whoever wants to see who takes them
 DESCRIPTORS_PER_SESSION = 3  # a socket, a pidfd and a gRPC connection
 NAMESPACES_MAX = 4_096  # documents kept
 QUOTAS_MAX = 10_000

@@ -41,7 +41,13 @@ from kvstore.attach import ArenaSocket
 from kvstore.config import ServeConfig, grpc_target
 from kvstore.errors import ConfigurationError, LimitExceeded
 from kvstore.lastuse import LastUses
-from kvstore.limits import DESCRIPTORS_PER_SESSION, HEARTBEAT_INTERVAL_MS, MESSAGE_BYTES_MAX, SESSIONS_MAX
+from kvstore.limits import (
+    DESCRIPTORS_PER_SESSION,
+    HEARTBEAT_INTERVAL_MS,
+    MESSAGE_BYTES_MAX,
+    OPERATORS_MAX,
+    SESSIONS_MAX,
+)
 from kvstore.metrics import DaemonCollector
 from kvstore.movement import Movement
 from kvstore.rpc.handover import Memory
@@ -115,7 +121,7 @@ def serve(config: ServeConfig, *, verify: bool = False) -> int:
 def _raise_descriptor_limit() -> None:
     """Room for as many sessions as the daemon takes: the usual soft limit holds a third of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS_PER_SESSION * SESSIONS_MAX + DESCRIPTORS_OTHER
+    wanted = DESCRIPTORS_PER_SESSION * (SESSIONS_MAX + OPERATORS_MAX) + DESCRIPTORS_OTHER
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -5,8 +5,8 @@ When the daemon dies all of this is gone with its instance id, and every referen
 the next daemon. When an attached process dies, `hang_up` and `process_ended` say so, in either order.
 
 Invariants, each kept after every call:
-* A grant belongs to one group and ends in commit or abort, or when every process of the group has ended. Neither time
-  nor a hang-up ends one.
+* A grant belongs to one group and ends in commit or abort, or when every process of the group has ended or said
+  goodbye. Neither time nor a hang-up ends one.
 * `Group.granted` holds exactly the grants that the Index holds for that group.
 * A commit makes a chunk visible only when its reference is granted to the group that sends it, in the namespace the
   group had when it was granted, and the group is not refused.
@@ -188,14 +188,17 @@ class Store:
 
     def connect(self, *, pid: int, uid: int) -> Session:
         """A process has connected to arena.sock and may be here. LimitExceeded."""
-        if len(self._sessions) >= limits.SESSIONS_MAX:
-            raise LimitExceeded(
-                f"{len(self._sessions)} processes are attached, and this daemon takes {limits.SESSIONS_MAX}; "
-                "see `kvstore stats` for who they are"
-            )
+        if len(self._sessions) >= limits.SESSIONS_MAX + limits.OPERATORS_MAX:
+            raise self._too_many_sessions()
         session = Session(self._random_bytes(TOKEN_BYTES), pid, uid)
         self._sessions[session.token] = session
         return session
+
+    def _too_many_sessions(self) -> LimitExceeded:
+        return LimitExceeded(
+            f"this daemon takes {limits.SESSIONS_MAX} processes, and so many are attached; see `kvstore ls sessions` "
+            "for who they are"
+        )
 
     def session(self, token: bytes) -> Session | None:
         session = self._sessions.get(token)
@@ -211,6 +214,8 @@ class Store:
         if request.role == store_pb2.ROLE_ADMIN:
             session.role = request.role
             return
+        if len(self._sessions) > limits.SESSIONS_MAX:  # this one included: the places beyond are for operators
+            raise self._too_many_sessions()
         if request.role not in (store_pb2.ROLE_CLIENT, store_pb2.ROLE_SCHEDULER, store_pb2.ROLE_WORKER):
             raise ProtocolError(f"role {request.role} is unknown to this daemon")
         self._require_seed(request)
@@ -268,7 +273,8 @@ class Store:
         self._forget_if_done(group)
 
     def process_ended(self, session: Session) -> None:
-        """The process has ended, as its pidfd says, or has rested long enough where nothing can watch it."""
+        """The process has ended, as its pidfd says, or has rested long enough where nothing can watch it; or it has
+        said goodbye, and writes no more."""
         self.hang_up(session)
         group = session.group
         if group is None or session not in group.processes:
