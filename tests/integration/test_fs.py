@@ -357,7 +357,7 @@ def test_write_back_writes_before_it_evicts_and_all_of_it_at_a_stop(fs_dir: Path
             client.put("salt", {key(name): payload(name)})
             if name >= 63:  # full: some of it is soon on disk
                 eventually(lambda name=name: fs_tier(daemon)["chunks"] >= name - 64 + 4, "what goes next is written")
-        # A policy that takes the newest of all at times leaves nobody the time to write it.
+        # A slot that is granted in advance may cost a chunk that nobody had the time to write.
         evictions, dropped = daemon.tier()["evictions"], fs_tier(daemon)["dropped_stores"]
         assert evictions >= 36
         assert dropped <= evictions // 4
