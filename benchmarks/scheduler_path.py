@@ -1,11 +1,13 @@
 """What does the connector's scheduler half add to vLLM's own in-process offloading?
 
-Two of vLLM's schedulers get the same requests in turns, one with vLLM's OffloadingConnector over its CPU manager, one
-with KVStoreConnector over a daemon of its own process. Neither has a model or a worker: whatever a step asks of the
+vLLM's scheduler gets the same requests in turns, with vLLM's OffloadingConnector over its CPU manager and with
+KVStoreConnector over a daemon of its own process. There is neither a model nor a worker: whatever a step asks of the
 workers is reported as done in the next one. Timed is what each scheduler spends in its connector, summed over all
 calls of a step, and what our half adds is the difference of the medians: in a step in which nothing happens (requests
 generate tokens, no chunk fills), per key looked up, per key stored, and per key loaded. What is stored fits, so neither
-side evicts. Between steps there is a pause as of a very quick forward pass, in which our sending thread does its work.
+side evicts. Ours stores and loads everything (`admission` = `always`), as theirs does; what deciding by the model costs
+on top is shown for a step in which nothing happens and for a lookup. Between steps there is a pause as of a very quick
+forward pass, in which our sending thread does its work.
 """
 
 import functools
@@ -42,8 +44,8 @@ BLOCK_TOKENS = 16
 HEADS, HEAD_DIM, LAYERS = 4, 128, 2
 CHUNK_BYTES = BLOCK_TOKENS * LAYERS * 2 * HEADS * HEAD_DIM * 4
 KEYS = 256  # of one prompt
-ROUNDS = 24
-CPU_BYTES = (ROUNDS + 8) * KEYS * CHUNK_BYTES
+ROUNDS = 16
+CPU_BYTES = (2 * ROUNDS + 16) * KEYS * CHUNK_BYTES
 BLOCKS = 4 * KEYS
 RUNNING = 16  # requests that generate while nothing happens
 QUIET_TOKENS = 8  # each; a prompt of one block and this many more never fills a second one
@@ -190,8 +192,9 @@ class Costs:
 
 
 def one_round(engine: Engine, costs: Costs, number: int) -> None:
+    """Prompts of this engine alone: what another one stored would be found, and not stored again."""
     for i in range(RUNNING):
-        engine.add(f"quiet-{number}-{i}", _prompt(number, i, BLOCK_TOKENS + 1), QUIET_TOKENS)
+        engine.add(f"quiet-{number}-{i}", _prompt(engine, number, i, BLOCK_TOKENS + 1), QUIET_TOKENS)
     engine.spent = Spent()
     while engine.scheduler.has_requests():
         before = engine.spent.all
@@ -202,7 +205,9 @@ def one_round(engine: Engine, costs: Costs, number: int) -> None:
     # Twice the same prompt: nobody has it, and then the store, but not the engine itself.
     for looking_up, the_rest in ((costs.miss, costs.store), (costs.hit, costs.load)):
         engine.spent = Spent()
-        engine.add(f"long-{number}-{looking_up is costs.hit}", _prompt(number, RUNNING, KEYS * BLOCK_TOKENS + 1), 4)
+        engine.add(
+            f"long-{number}-{looking_up is costs.hit}", _prompt(engine, number, RUNNING, KEYS * BLOCK_TOKENS + 1), 4
+        )
         for _ in range(STEPS_MAX):
             if not engine.scheduler.has_requests():
                 break
@@ -213,8 +218,8 @@ def one_round(engine: Engine, costs: Costs, number: int) -> None:
         assert engine.scheduler.reset_prefix_cache()
 
 
-def _prompt(number: int, which: int, tokens: int) -> list[int]:
-    rnd = random.Random(f"{number}.{which}")
+def _prompt(engine: Engine, number: int, which: int, tokens: int) -> list[int]:
+    rnd = random.Random(f"{id(engine)}.{number}.{which}")
     return [rnd.randrange(500) for _ in range(tokens)]
 
 
@@ -225,28 +230,38 @@ def measure() -> list[Result]:
             kv_connector="OffloadingConnector",
             kv_connector_extra_config={"cpu_bytes_to_use": CPU_BYTES, "offload_prompt_only": False},
         )
-        ours = Engine(
-            WorkerOutcomes,
-            kv_connector="KVStoreConnector",
-            kv_connector_module_path="connector",
-            kv_connector_extra_config={"endpoint": daemon.endpoint},
+        ours, deciding = (
+            Engine(
+                WorkerOutcomes,
+                kv_connector="KVStoreConnector",
+                kv_connector_module_path="connector",
+                kv_connector_extra_config={"endpoint": daemon.endpoint, "admission": admission},
+            )
+            for admission in ("always", "model")
         )
-        with _worker_of(ours, daemon):
-            costs = {theirs: Costs(), ours: Costs()}
+        engines = [theirs, ours, deciding]
+        with _worker_of(ours, daemon), _worker_of(deciding, daemon):
+            costs = {engine: Costs() for engine in engines}
             for number in range(ROUNDS + 1):
                 if number == 1:  # the first one warmed up
-                    costs = {theirs: Costs(), ours: Costs()}
-                for engine in (theirs, ours) if number % 2 else (ours, theirs):
+                    costs = {engine: Costs() for engine in engines}
+                for engine in engines if number % 2 else engines[::-1]:
                     one_round(engine, costs[engine], number)
-            assert daemon.tier()["chunks"] >= ROUNDS * KEYS, "not everything was stored"
             assert daemon.tier()["hits"] >= ROUNDS * KEYS, "not everything was loaded"
-        ours.connector.shutdown()
+        for engine in (ours, deciding):
+            engine.connector.shutdown()
+
+    def added(name: str, what: str, engine: Engine, limit: float) -> Result:
+        return _added(name, what, costs[engine], costs[theirs], limit)
+
     return [
-        _added("added to a step in which nothing happens", "quiet_step", costs[ours], costs[theirs], IDLE_US_MAX),
-        _added("added per key looked up and found", "hit", costs[ours], costs[theirs], LOOKUP_US_MAX),
-        _added("added per key looked up and missed", "miss", costs[ours], costs[theirs], LOOKUP_US_MAX),
-        _added("added per key stored", "store", costs[ours], costs[theirs], STORE_US_MAX),
-        _added("added per key loaded", "load", costs[ours], costs[theirs], STORE_US_MAX),
+        added("added to a step in which nothing happens", "quiet_step", ours, IDLE_US_MAX),
+        added("added per key looked up and found", "hit", ours, LOOKUP_US_MAX),
+        added("added per key looked up and missed", "miss", ours, LOOKUP_US_MAX),
+        added("added per key stored", "store", ours, STORE_US_MAX),
+        added("added per key loaded", "load", ours, STORE_US_MAX),
+        added("with admission by the model: to a step in which nothing happens", "quiet_step", deciding, IDLE_US_MAX),
+        added("with admission by the model: per key looked up and found", "hit", deciding, LOOKUP_US_MAX),
     ]
 
 

@@ -219,6 +219,7 @@ class SchedulerHalf(OffloadingManager):
         self._storing: dict[tuple[bytes, bytes], Job] = {}  # (tenant, key) -> the store that writes it
         self._expected = 0  # sum of the records' grants_expected
         self._grants_asked_at = -GRANTS_RETRY_S
+        self._grants_max_of: tuple[Attached | None, int, int] = (None, 0, 0)  # attachment, chunk size: what they allow
         self._reset = False  # the cache was reset once: namespaces of before are out of reach for good
         self._retired: set[bytes] = set()
         self._moved: Attached | None = None  # the attachment that was told of the last reset
@@ -679,17 +680,22 @@ class SchedulerHalf(OffloadingManager):
 
     def _grants_max(self, attached: Attached) -> int:
         """How many slots the daemon lets this engine hold at once, those being written included."""
-        return grants_per_group_max(attached.session.table.arena_bytes, class_bytes(attached.steps.group.chunk_bytes))
+        chunk_bytes = attached.steps.group.chunk_bytes
+        known, nbytes, count = self._grants_max_of
+        if known is not attached or nbytes != chunk_bytes:
+            count = grants_per_group_max(attached.session.table.arena_bytes, class_bytes(chunk_bytes))
+            self._grants_max_of = (attached, chunk_bytes, count)
+        return count
 
     def _fetch_grants(self, attached: Attached) -> None:
         """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
-        steps, table = attached.steps, attached.session.table
+        steps = attached.steps
         writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
         target = min(self._expected, self._grants_max(attached) - writing)
         # A step of the engine may take longer than a slot may lie idle; what is too much may still go back.
         missing = target - steps.grants_free - steps.grants_coming
         steps.keep_grants(keep=target > 0 and missing >= 0)
-        if missing <= 0 or table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+        if missing <= 0 or attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return
         now = self._clock()
         if steps.grants_short in _FULL and now - self._grants_asked_at < GRANTS_RETRY_S:

@@ -326,14 +326,18 @@ class Steps:
                 self._news.learned.update(learned)
 
     def take_learned(self) -> dict[str, str]:
-        """What has come since the last call."""
+        """What has come since the last call. No lock where nothing has: this is asked in every step."""
+        if not self._news.learned_there:
+            return {}
         with self._lock:
             learned, self._news.learned_there = self._news.learned_there, {}
             return learned
 
     def take_reads(self) -> list[tuple[int, float]]:
         """Chunks read from disk for this group since the last call, those of one request together, and the seconds from
-        its arrival until the last of them had landed."""
+        its arrival until the last of them had landed. No lock where there are none: this is asked in every step."""
+        if not self._news.reads:
+            return []
         with self._lock:
             reads = list(self._news.reads)
             self._news.reads.clear()
