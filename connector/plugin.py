@@ -135,7 +135,8 @@ class KVStoreConnector(OffloadingConnector):
             # First: the base class tells the other half of ends, but not of failures, and forgets jobs at a reset.
             self._scheduler_half.finish(outcomes.completed_jobs, outcomes.failed_chunks)
         super().update_connector_output(connector_output)
-        self._scheduler_half.flush()
+        if outcomes is not None:  # else there is nothing that `build_connector_meta` has not sent
+            self._scheduler_half.flush()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler_half.finishing(request.request_id)

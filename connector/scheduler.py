@@ -160,11 +160,14 @@ class Row:
     known_present: bool = False  # some of the chunks are in the store
     tail: tuple[int, int] | None = None  # place of the last chunk that is stored, or being stored
 
-    def keys(self, first: int, end: int | None = None) -> list[OffloadKey]:
-        """A chunk's key is the hash of its last tokens."""
+    def chunk_hashes(self, first: int, end: int | None = None) -> list[bytes]:
+        """A chunk's hash is that of its last tokens."""
         each = self.geometry.hashes_per_chunk
-        hashes = self.hashes[(first + 1) * each - 1 : None if end is None else end * each : each]
-        return [make_offload_key(block_hash, self.geometry.group_id) for block_hash in hashes]
+        return list(self.hashes[(first + 1) * each - 1 : None if end is None else end * each : each])
+
+    def keys_of(self, hashes: Sequence[bytes]) -> list[OffloadKey]:
+        suffix = make_offload_key(b"", self.geometry.group_id)
+        return [OffloadKey(chunk_hash + suffix) for chunk_hash in hashes]
 
     def needed(self, codes: bytes) -> bytes:
         """Of what a lookup found from `lookup_from` on: what loading the whole prompt would need."""
@@ -368,38 +371,42 @@ class SchedulerHalf(OffloadingManager):
             return NOTHING_FOUND
         from_cpu = tiers.allows(Medium.CPU, Locality.LOCAL)
         chunks: dict[OffloadKey, tuple[int, int]] = {}
-        codes_of_rows: list[dict[OffloadKey, int]] = []
-        missing = 0
+        looked_up: list[tuple[list[OffloadKey], bytes]] = []
+        missing, below = 0, False
         for row in record.rows:
-            keys = row.keys(row.lookup_from)
-            codes, slots, generations = self._find(attached, record, row, keys)
-            missing += row.needed(codes).count(MISS)
-            if not record.misses_told and self._rules.stores:
-                self._expect(row, min(codes.count(MISS), row.geometry.stored_max(row.prompt_chunks)))
-            chunks |= {
-                key: (slot, generation)
-                for key, code, slot, generation in zip(keys, codes, slots.tolist(), generations.tolist(), strict=True)
-                if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
-            }
-            codes_of_rows.append(dict(zip(keys, codes, strict=True)))
+            hashes = row.chunk_hashes(row.lookup_from)
+            keys = row.keys_of(hashes)
+            codes, slots, generations = self._find(attached, record, row, hashes)
+            if not record.misses_told:
+                missing += row.needed(codes).count(MISS)
+                if self._rules.stores:
+                    self._expect(row, min(codes.count(MISS), row.geometry.stored_max(row.prompt_chunks)))
+            places = zip(slots.tolist(), generations.tolist(), strict=True)
+            if from_cpu and not record.barred and codes.count(CPU) == len(codes):
+                chunks.update(zip(keys, places, strict=True))  # as usual; it must be quick
+            else:
+                chunks |= {
+                    key: place
+                    for key, code, place in zip(keys, codes, places, strict=True)
+                    if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
+                }
+            looked_up.append((keys, codes))
+            below |= FS in codes or PENDING in codes
         if not record.misses_told:
             record.misses_told = True
             attached.steps.miss(missing)
         coming: Collection[OffloadKey] = ()
-        if tiers.allows(Medium.STORAGE, Locality.LOCAL):
+        if below and tiers.allows(Medium.STORAGE, Locality.LOCAL):
+            codes_of_rows = [dict(zip(keys, codes, strict=True)) for keys, codes in looked_up]
             coming = self._prefetch(record, attached, codes_of_rows, chunks)
         return Found(attached, chunks, coming)
 
     def _find(
-        self, attached: Attached, record: RequestRecord, row: Row, keys: Sequence[OffloadKey]
+        self, attached: Attached, record: RequestRecord, row: Row, hashes: Sequence[bytes]
     ) -> tuple[bytes, NDArray[np.uint32], NDArray[np.uint64]]:
         """Code, slot and generation of each, from the shared table."""
         namespace = attached.steps.group.kinds[row.kind].namespace_id
-        return attached.session.table.lookup(namespace, record.tenant(attached), self._stored_as(record, keys))
-
-    def _stored_as(self, record: RequestRecord, keys: Sequence[OffloadKey]) -> list[bytes]:  # noqa: ARG002
-        """How the store knows them."""
-        return [get_offload_block_hash(key) for key in keys]
+        return attached.session.table.lookup(namespace, record.tenant(attached), hashes)
 
     def _prefetch(
         self,
@@ -422,7 +429,7 @@ class SchedulerHalf(OffloadingManager):
         if prefetch.ticket == 0 or (round_over and len(below) < prefetch.below):
             # Another round may find room for what the last one did not bring.
             for kind, keys in itertools.groupby(below[:PROMOTES_PER_ROUND], self._kind):
-                promoted = self._stored_as(record, list(keys))
+                promoted = [get_offload_block_hash(key) for key in keys]
                 prefetch.ticket = attached.steps.promote(record.tenant(attached), promoted, kind=kind)
             prefetch.below = len(below)
             record.prefetched.update(below)
@@ -530,7 +537,7 @@ class SchedulerHalf(OffloadingManager):
         for offers, _ in stored:
             if offers.wanted:
                 job.first_chunks[offers.row.kind] = offers.wanted[0].position
-            job.parents += [self._parent(record, offers.row, offer.position) for offer in offers.wanted]
+            job.parents += [self._parent(offers.row, offer.position) for offer in offers.wanted]
         for key in job.keys:
             self._storing[job.tenant, key] = job
         return PrepareStoreOutput(keys_to_store, job.spec, evicted_keys=[])
@@ -555,9 +562,10 @@ class SchedulerHalf(OffloadingManager):
         """What is in the store already, and what is to be."""
         tenant = record.tenant(attached)
         sorted_out = Offers(row, offers[-1].position)
-        codes, slots, generations = self._find(attached, record, row, [offer.key for offer in offers])
+        hashes = [get_offload_block_hash(offer.key) for offer in offers]
+        codes, slots, generations = self._find(attached, record, row, hashes)
         for i, (offer, code) in enumerate(zip(offers, codes, strict=True)):
-            if row.keys(offer.position, offer.position + 1) != [offer.key]:
+            if row.chunk_hashes(offer.position, offer.position + 1) != [hashes[i]]:
                 continue  # the request's tokens were changed since vLLM noted this key: its bytes are another's
             if code in (CPU, PENDING):
                 sorted_out.present.append(offer.key)
@@ -588,21 +596,22 @@ class SchedulerHalf(OffloadingManager):
             row.tail = grants[-1]
         return grants
 
-    def _parent(self, record: RequestRecord, row: Row, position: int) -> bytes:
+    def _parent(self, row: Row, position: int) -> bytes:
         if position == 0 or not row.geometry.is_chain:
             return b""
-        [parent] = self._stored_as(record, row.keys(position - 1, position))
+        [parent] = row.chunk_hashes(position - 1, position)
         return parent
 
     def _touch(self, attached: Attached, record: RequestRecord, row: Row, offers: Offers) -> None:
         """Each offer keeps what it found young; the one that completes the prompt the whole row, so that no parent is
         older than its child."""
         row.known_present |= bool(offers.present)
-        touched = offers.present
         if row.known_present and offers.last + 1 == row.prompt_chunks:
-            touched = row.keys(0, offers.last + 1)
+            touched = row.chunk_hashes(0, offers.last + 1)
+        else:
+            touched = [get_offload_block_hash(key) for key in offers.present]
         if touched:
-            attached.steps.touch(record.tenant(attached), self._stored_as(record, touched), kind=row.kind)
+            attached.steps.touch(record.tenant(attached), touched, kind=row.kind)
 
     def _refuse(self, row: Row, position: int, count: int) -> None:
         if row.geometry.is_chain and (row.refused_from is None or position < row.refused_from):
@@ -755,12 +764,11 @@ class SchedulerHalf(OffloadingManager):
         """Every rank has ended: each slot gets its commit, abort or release, exactly once."""
         steps = job.attached.steps
         places = zip(job.spec.slots.tolist(), job.spec.generations.tolist(), strict=True)
-        stored_as = self._stored_as(job.record, job.keys)
         if job.is_store:
             kept = self._kept(job)
             for i, (slot, generation) in enumerate(places):
                 if i in kept:
-                    steps.commit(slot, generation, job.tenant, stored_as[i], job.parents[i])
+                    steps.commit(slot, generation, job.tenant, get_offload_block_hash(job.keys[i]), job.parents[i])
                 else:
                     steps.abort(slot, generation)
                 if self._storing.get((job.tenant, job.keys[i])) is job:

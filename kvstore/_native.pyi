@@ -1,7 +1,8 @@
 """The native core: bytes, keys, slots and file descriptors; no models, tokens or sockets.
 
 Two kinds of process use it. The daemon owns one `Index`, the only writer of the table. Every attached process maps the
-table read-only (`Table`) and the arena (`Arena`), and copies with a `Copier`. Calls that may take long release the GIL
+table read-only (`Table`) and the arena (`Arena`), and copies with a `Copier`, or on CUDA with a `DeviceCopier`. Calls
+that may take long release the GIL
 (`populate`, `fill`, lookups of more than 8,192 keys, the copier's); `Index` and small lookups keep it, for they take
 microseconds and getting it back from a busy thread can take its switch interval of 5 ms.
 
@@ -30,6 +31,7 @@ PENDING: int  # 3
 STORED: int  # 1
 PRESENT: int  # 2
 TIER_FULL: int  # 3  the table has no room for the entry
+QUOTA: int  # 4  nothing more of this tenant may be evicted, and its quota has no room
 NOT_GRANTED: int  # 7
 
 COPY_KERNEL: str  # "avx512", "avx2" or "plain": what this machine's copies use
@@ -115,6 +117,9 @@ class Finished:
     def nbytes(self) -> int: ...
     @property
     def seconds(self) -> float: ...
+    @property
+    def settled(self) -> bool:
+        """False: the device is lost, and may still write to the slots. They must not be handed to anybody else."""
 
 class Copier:
     """A pool of threads that runs copy jobs, each split over the threads, with streaming stores, fenced at its end.
@@ -156,6 +161,117 @@ class Copier:
 
     def close(self) -> None: ...
 
+CUDA_KERNELS: bytes  # the copy kernel as a fatbin, for every device from Hopper on; empty where there was no nvcc
+
+class DeviceCopier:
+    """Copies between the memory of one CUDA device and arenas, on streams of their own. Safe from many threads.
+
+    What it is ordered against stands in native/cuda/copier.h. `background=False` makes no thread: then jobs go on in
+    `advance`, `wait`, `unmap_arena` and `close` only. In a forked child every call but `close` raises RuntimeError.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        *,
+        library: str = "libcuda.so.1",
+        kernels: bytes = ...,
+        load_kernel_bytes: int = 0,
+        store_kernel_bytes: int = 0,
+        kernel_fragments_min: int = 1,
+        kernel_blocks: int = 12,
+        in_flight_bytes: int = ...,
+        pin_piece_bytes: int = ...,
+        background: bool = True,
+    ) -> None:
+        """Keeps the device's primary context. `device` counts as CUDA_VISIBLE_DEVICES leaves them.
+
+        Fragments below `load_kernel_bytes` (`store_kernel_bytes`) go by the kernel in `kernels`, on at most
+        `kernel_blocks` multiprocessors, where a part of a job has `kernel_fragments_min` of them; the rest by the copy
+        engines. At most `in_flight_bytes` (64 MiB) a direction are with the driver at a time. RuntimeError: no driver,
+        no such device. ValueError: settings that cannot work, a kernel that was not built.
+        """
+
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def capability(self) -> str:
+        """ "10.3"."""
+
+    @property
+    def numa_node(self) -> int:
+        """Of the host's memory next to the device; -1: unknown."""
+
+    @property
+    def driver_version(self) -> int:
+        """13000 is CUDA 13.0."""
+
+    @property
+    def has_batch(self) -> bool:
+        """The driver takes many copies in one call (CUDA 12.8)."""
+
+    @property
+    def kernel_problem(self) -> str:
+        """Why there is no copy kernel; empty: there is."""
+
+    @property
+    def lost(self) -> str:
+        """Why every job fails from now on; empty: the device is well."""
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Bytes handed over to the copy engines, to the kernel, and of memory that was not pinned."""
+
+    def add_memory(self, address: int, nbytes: int) -> None:
+        """Device memory that copies may touch. ValueError: it overlaps what was added before."""
+
+    def add_host_memory(self, address: int, nbytes: int) -> None:
+        """Host memory that stores may read: what the padding of slots is filled from."""
+
+    def map_arena(self, arena: Arena, table: Table | None, *, pin: bool) -> None:
+        """`pin`: somebody will call `pin_next`; copies of a piece that is ready wait until it is pinned. Else, and
+        where `table` says that a piece is not ready, they go the slower way of ordinary memory."""
+
+    def pin_next(self, address: int) -> str:
+        """Page-lock another piece of the arena at `address`, first those that a copy waits for. "piece": done one,
+        "nothing": none is ready, "all", "stopped": refused, or told to. One thread at a time."""
+
+    def stop_pinning(self, address: int) -> None:
+        """Copies of what is not pinned go the slower way from now on."""
+
+    def pinned_bytes(self, address: int) -> int: ...
+    def refusal(self, address: int) -> str:
+        """The driver's answer that ended the pinning; empty: none."""
+
+    def unmap_arena(self, address: int) -> None:
+        """Fails jobs that have not begun, waits for the others, then unpins."""
+
+    def submit(
+        self,
+        job: int,
+        sources: NDArray[np.uint64],
+        destinations: NDArray[np.uint64],
+        sizes: NDArray[np.uint64],
+        *,
+        is_load: bool,
+        compute_stream: int,
+        blocks: NDArray[np.int64],
+        table: Table | None = None,
+        slots: NDArray[np.uint32] | None = None,
+        generations: NDArray[np.uint64] | None = None,
+    ) -> None:
+        """As of `Copier`, after all that `compute_stream` (a CUstream, 0: the default one) has been given so far, and
+        after earlier jobs on the same `blocks`, unless both are stores. ValueError: nothing is copied. RuntimeError:
+        the compute stream refuses."""
+
+    def advance(self) -> bool:
+        """Hand over what may go and take what has ended; whether there was any. Never waits."""
+
+    def finished(self) -> list[Finished]: ...
+    def wait(self, jobs: Collection[int], timeout_s: float) -> bool: ...
+    def close(self) -> None:
+        """Fails what has not begun, waits for what runs, unpins, gives the device back."""
+
 class Removal:
     """One removal under way, and what it has removed so far (with `dry_run`: would have)."""
 
@@ -173,8 +289,9 @@ class Index:
     """The daemon's index: the only writer of the table. One thread calls it (the event loop); no I/O, no clock.
 
     `prefaulted_bytes` of the arena can be granted. Every chunk belongs to (namespace, tenant, key); `group` numbers are
-    chosen by the caller. `verify=True` (tests) fills a slot with POISON when it is granted and counts commits that
-    still hold poison.
+    chosen by the caller. Without an arena only sizes count, and `arena_bytes` says how much there would be.
+    `eviction_policy`: lru, probation or adaptive. `verify=True` (tests) fills a slot with POISON when it is granted and
+    counts commits that still hold poison.
     """
 
     def __init__(
@@ -182,10 +299,12 @@ class Index:
         *,
         table_fd: int,
         table_bytes: int,
-        arena: Arena,
+        arena: Arena | None,
+        arena_bytes: int = 0,
         unit_bytes: int,
         index_key: bytes,
         instance_id: bytes,
+        eviction_policy: str = "lru",
         verify: bool = False,
     ) -> None: ...
     @staticmethod
@@ -199,10 +318,10 @@ class Index:
     def grant(self, group: int, chunk_bytes: int, count: int) -> list[tuple[int, int]]:
         """Up to `count` of (slot, generation), each generation raised before it is returned; fewer: the tier is full.
 
-        Evicts when nothing is free: of this class the least recently used chunk that has neither resident children nor
-        a lease (first those whose parent was taken from them), or a whole slab of another class not used since then.
-        Fewer slots than asked for means that all the rest is leased, granted, or a parent of such. `count` 0 only makes
-        the size class known.
+        Evicts when nothing is free: of this class's chunks that have neither resident children nor a lease the one that
+        the policy names (first those whose parent was taken from them), or a whole slab of another class not used since
+        any of them. Fewer slots than asked for means that all the rest is leased, granted, or a parent of such. `count`
+        0 only makes the size class known.
 
         ValueError: chunk larger than the arena, or more than 32 size classes.
         """
@@ -213,10 +332,13 @@ class Index:
         namespace: bytes,
         commits: Sequence[tuple[int, int, bytes, bytes, bytes]],
         now_ms: int = 0,
+        *,
+        is_use: bool = True,
     ) -> list[int]:
         """(slot, generation, tenant, key, parent key or b"") -> one code each. Not STORED: the slot is free again.
 
-        NOT_GRANTED also for a slot that was granted before a removal that covers the chunk.
+        NOT_GRANTED also for a slot that was granted before a removal that covers the chunk. `is_use`: a request brought
+        the chunks, which counts as its use of each.
         """
 
     def abort(self, group: int, refs: Sequence[tuple[int, int]]) -> int:
@@ -238,8 +360,12 @@ class Index:
         A hint, left out where the table has no room. A chunk of the cpu tier stays CPU and becomes FS when evicted.
         """
 
-    def touch(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes], now_ms: int = 0) -> None:
-        """Head first; the tail is touched first, so that a parent is never older than its child."""
+    def touch(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes], now_ms: int = 0, *, again: int = 0) -> None:
+        """Head first; the tail is touched first, so that a parent is never older than its child.
+
+        One request is one use of each chunk: the first `again` keys it has used before, which makes them young but does
+        not count. A key that is not here counts, too: a request that is about to store it leaves it out.
+        """
 
     def lookup(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]) -> bytes:
         """Codes as of `Table.lookup`, full keys compared."""
@@ -287,10 +413,30 @@ class Index:
         Begin at 0. Looks at `steps` places and returns at most `limit` chunks.
         """
 
+    def next_to_go(self, nbytes: int, *, steps: int, limit: int) -> list[tuple[bytes, bytes, bytes, int, int]]:
+        """(namespace, tenant, key, slot, generation) of chunks that no lower tier has and nobody writes there, among
+        those that would be evicted for the next `nbytes`, in that order. Looks at `steps` chunks at most."""
+
+    def unwritten(
+        self, start: int, *, used_before_ms: int | None = None, steps: int, limit: int
+    ) -> tuple[list[tuple[bytes, bytes, bytes, int, int]], int | None]:
+        """The same of all chunks whose last use was before that, and where to go on, as in `chunks`."""
+
+    def used_often(
+        self, namespace: bytes, tenant: bytes, keys: Sequence[bytes], uses: int
+    ) -> list[tuple[bytes, bytes, bytes, int, int]]:
+        """The same of those of the keys that were used at least so often. The request that stored a chunk is its first
+        use."""
+
+    def set_quota(self, tenant: bytes, nbytes: int | None) -> None:
+        """What the tenant's slots may take; None: no limit. A commit beyond it evicts the tenant's own least recently
+        used chunks (not the parent it names), or is answered QUOTA. Takes time in proportion to what may be evicted."""
+
     def stats(self) -> dict[str, int]:
-        """used_bytes granted_bytes pinned_bytes io_bytes chunks grants leases evictions removals entries entries_max
-        scopes tenants poison_commits digest_collisions. `entries_max` counts every place of the table; an insert can
-        fail before. `scopes`: pairs of namespace and tenant."""
+        """used_bytes granted_bytes pinned_bytes io_bytes chunks grants leases evictions unwritten_evictions ghosts
+        removals entries entries_max scopes tenants poison_commits digest_collisions. `unwritten_evictions`: of chunks
+        that no lower tier had. `ghosts`: chunks that are gone, but whose uses are remembered. `entries_max` counts
+        every place of the table; an insert can fail before. `scopes`: pairs of namespace and tenant."""
 
     def problems(self) -> list[str]:
         """Every invariant that does not hold, a sentence each."""

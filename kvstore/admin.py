@@ -8,7 +8,7 @@ All calls raise Unavailable, NotAllowed, ConfigurationError (the endpoint); thos
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 
@@ -154,6 +154,20 @@ def check(endpoint: str) -> list[str]:
         return list(reply.problems)
 
 
+def check_data(
+    endpoint: str, *, bytes_per_s: int | None = None, progress: Callable[[int, int], None] = lambda *_: None
+) -> list[str]:
+    """Has the daemon read every chunk on disk, which takes as long as it takes; a sentence for each bad one, which is
+    forgotten. `progress` is told of the chunks read so far, and how many there are."""
+    problems: list[str] = []
+    with _attached(endpoint) as (stub, metadata):
+        request = admin_pb2.CheckDataRequest(bytes_per_s=bytes_per_s or 0)
+        for page in stub.CheckData(request, metadata=metadata):
+            problems += page.problems
+            progress(page.chunks_read, page.chunks)
+    return problems
+
+
 def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
     """What `kvstore stats --json` prints. Ids in hex."""
     return {
@@ -176,6 +190,9 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
                 "corruptions": tier.corruptions,
                 "dropped_stores": tier.dropped_stores,
                 "sick": tier.sick,
+                "quarantined_slots": tier.quarantined_slots,
+                "scrubbed_chunks": tier.scrubbed_chunks,
+                "unindexed_chunks": tier.unindexed_chunks,
             }
             for tier in reply.tiers
         ],

@@ -19,6 +19,8 @@ _TIER_GAUGES = {
     "overhead_bytes": "The table, beside the capacity.",
     "ready_bytes": "cpu: pre-faulted so far, only these can be granted; fs: all of it once its index is read.",
     "chunks": "Committed chunks.",
+    "quarantined_slots": "Slots that held bytes nobody wrote, not used again by this instance.",
+    "unindexed_chunks": "Chunks on disk that a kill now would forget.",
 }
 _TIER_COUNTERS = {
     "hits": "Chunks loaded from this tier.",
@@ -26,6 +28,7 @@ _TIER_COUNTERS = {
     "evictions": "Chunks dropped by policy.",
     "removals": "Chunks removed because an operator asked.",
     "corruptions": "Chunks removed because their bytes were not theirs.",
+    "scrubbed_chunks": "Chunks read to be checked, and for nothing else.",
     "dropped_stores": "Chunks that should have been written to this tier and were not.",
 }
 

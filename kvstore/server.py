@@ -52,6 +52,7 @@ LOCK_FILE = "kvstore.lock"
 INSTANCE_ID_BYTES = 16
 INDEX_KEY_BYTES = 16
 LEASE_SWEEP_S = 1.0
+WRITE_BACK_INTERVAL_S = 0.05
 DESCRIPTORS_OTHER = 256
 HEALTH_INTERVAL_S = 1.0
 DRAIN_S = 10.0  # how long a stop waits for chunks that are not on disk yet
@@ -166,6 +167,7 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
     if movement is not None:
         movement.fs.start()
         beating.append(asyncio.create_task(_warm(movement, store)))
+        beating.append(asyncio.create_task(_every(WRITE_BACK_INTERVAL_S, movement.tick)))
         beating.append(asyncio.create_task(_say_fs_health(movement.fs, health_servicer)))
     try:
         await _open_sockets(config, group, server, arena_socket)
@@ -230,8 +232,19 @@ def _grpc_server(store: Store, arena_socket: ArenaSocket, health_servicer: objec
 
 
 def _movement(config: ServeConfig, tier: CpuTier, directory: FsDirectory) -> Movement:
-    regions = [(tier.arena.address, tier.arena.nbytes)]
-    return Movement(tier, FsTier(directory, FsOptions(fs_bytes=config.fs_bytes), regions=regions), clock_ms)
+    options = FsOptions(
+        fs_bytes=config.fs_bytes,
+        n_read_threads=config.n_read_threads,
+        n_write_threads=config.n_write_threads,
+        scrub_bytes_per_s=config.scrub_bytes_per_s,
+    )
+    return Movement(
+        tier,
+        FsTier(directory, options, regions=[(tier.arena.address, tier.arena.nbytes)]),
+        clock_ms,
+        policy=config.write_policy,
+        write_after_uses=config.write_after_uses,
+    )
 
 
 async def _close_fs(movement: Movement, config: ServeConfig) -> None:

@@ -27,6 +27,8 @@ from kvstore.tiers.base import Removed
 
 _OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
 
+CHECK_DATA_TELLS_MS = 200
+
 _Reply = TypeVar("_Reply")
 _Page = TypeVar("_Page", admin_pb2.NamespacesPage, admin_pb2.UsagePage, admin_pb2.ChunksPage)
 _log = logging.getLogger(__name__)
@@ -208,6 +210,22 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         if len(shown) < len(problems):
             shown.append(f"and {len(problems) - len(shown)} more")
         return admin_pb2.CheckReply(problems=shown)
+
+    async def CheckData(self, request: admin_pb2.CheckDataRequest, context: grpc.aio.ServicerContext) -> None:
+        session = await self._require_operator(context)
+        page = admin_pb2.CheckDataPage()
+        told_ms = clock_ms()
+        async for problem in self._store.check_data(request.bytes_per_s or None):
+            page.chunks_read += 1
+            page.problems.extend(() if problem is None else (problem,))
+            if page.problems or clock_ms() - told_ms > CHECK_DATA_TELLS_MS:
+                page.chunks = max(page.chunks_read, self._store.chunks_on_disk())
+                await context.write(page)
+                page = admin_pb2.CheckDataPage(chunks_read=page.chunks_read)
+                told_ms = clock_ms()
+        page.chunks = page.chunks_read
+        await context.write(page)
+        _log.info("pid %d of uid %d had %d chunks on disk read", session.pid, session.uid, page.chunks_read)
 
     async def _require_operator(self, context: grpc.aio.ServicerContext) -> Session:
         return await _answer(context, lambda: _operator(_caller(self._store, context)))

@@ -15,12 +15,14 @@ held, and by what one call takes.
 """
 
 import enum
+import itertools
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import grpc
 
@@ -59,8 +61,7 @@ class Outcome(enum.IntEnum):
     NOT_GRANTED = store_pb2.OUTCOME_NOT_GRANTED
 
 
-@dataclass(frozen=True, slots=True)
-class _Commit:
+class _Commit(NamedTuple):
     ref: Ref
     tenant: bytes
     key: bytes
@@ -151,12 +152,19 @@ class Steps:
 
     def keep_grants(self, *, keep: bool) -> None:
         """While a caller still expects to store, its grants are not given back for idleness: one step of an engine that
-        reads a long prompt lasts longer than that."""
+        reads a long prompt lasts longer than that. Called by one thread, and by that in every step: hence no lock where
+        nothing changes."""
+        if keep is self._keeping_grants:
+            return
         with self._lock:
-            if keep is not self._keeping_grants:
-                self._keeping_grants = keep
-                self._grants_used_s = time.monotonic()
-                self._changed.notify_all()
+            self._keeping_grants = keep
+            self._grants_used_s = time.monotonic()
+            self._changed.notify_all()
+
+    def return_grants(self) -> None:
+        """Give back those that arrived and were not taken."""
+        with self._lock:
+            self._return_grants()
 
     def grants_free(self, kind: int = 0) -> int:
         return len(self._grants.get(kind, ()))  # a reader without the lock inserts nothing
@@ -169,13 +177,8 @@ class Steps:
         """Why the last answer brought fewer than asked for; UNSPECIFIED when it did not."""
         return self._grants_short.get(kind, Outcome.UNSPECIFIED)
 
-    def commit(
-        self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes, *, waited_for: bool = False
-    ) -> int:
-        """The chunk is complete in the slot: make it visible. Returns a ticket for `wait`. `parent` may be b"".
-
-        `waited_for`: the caller waits for the outcome, which bounds the queue already, so a full one does not abort it.
-        """
+    def commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes) -> int:
+        """The chunk is complete in the slot: make it visible. Returns a ticket for `wait`. `parent` may be b""."""
         self._session.require_own_process()
         with self._lock:
             self._tickets += 1
@@ -184,13 +187,28 @@ class Steps:
                 return self._tickets
             if self._operations >= QUEUED_OPERATIONS_MAX:
                 self._drop_touches()
-            if self._operations >= QUEUED_OPERATIONS_MAX and not waited_for:
+            if self._operations >= QUEUED_OPERATIONS_MAX:
                 self._settle_ticket(self._tickets, Outcome.NOT_GRANTED)
                 self._aborts.append((slot, generation))
             else:
                 self._commits.append(_Commit((slot, generation), tenant, key, parent, self._tickets))
             self._operations += 1
             return self._tickets
+
+    def commit_many(self, refs: Sequence[Ref], tenant: bytes, keys: Sequence[bytes], parents: Sequence[bytes]) -> range:
+        """As `commit`, for a caller that waits for the outcomes, which bounds the queue: a full one aborts none of
+        them. Returns their tickets."""
+        self._session.require_own_process()
+        with self._lock:
+            tickets = range(self._tickets + 1, self._tickets + 1 + len(refs))
+            self._tickets += len(refs)
+            self._grants_used_s = time.monotonic()
+            if self._accepting():
+                if self._operations + len(refs) > QUEUED_OPERATIONS_MAX:
+                    self._drop_touches()
+                self._commits.extend(map(_Commit, refs, itertools.repeat(tenant), keys, parents, tickets))
+                self._operations += len(refs)
+            return tickets
 
     def abort(self, slot: int, generation: int) -> None:
         with self._lock:
@@ -274,6 +292,8 @@ class Steps:
     def flush(self) -> None:
         """Have everything queued sent. Returns at once."""
         self._session.require_own_process()
+        if not self._anything_queued():  # what this thread has queued it sees without the lock
+            return
         with self._lock:
             self._flush()
 

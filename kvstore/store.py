@@ -28,7 +28,7 @@ import itertools
 import json
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -94,6 +94,7 @@ class Session:
 class Kind:
     """The chunks of one KV cache group of an engine."""
 
+    number: int  # in its group
     document: str  # as the processes brought it
     namespace: bytes  # now; differs from the document's digest after a move to a fresh epoch
     chunk_bytes: int
@@ -101,9 +102,9 @@ class Kind:
     granted: int = 0  # how many of the group's grants are for it
 
     @classmethod
-    def of(cls, brought: store_pb2.Kind) -> "Kind":
-        namespace = digest(brought.namespace_document)
-        return cls(brought.namespace_document, namespace, brought.chunk_bytes, class_bytes(brought.chunk_bytes))
+    def of(cls, number: int, brought: store_pb2.Kind) -> "Kind":
+        document, chunk_bytes = brought.namespace_document, brought.chunk_bytes
+        return cls(number, document, digest(document), chunk_bytes, class_bytes(chunk_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +252,7 @@ class Store:
         session.ranges = tuple((kind.range_offset, kind.range_bytes) for kind in request.kinds)
         session.group = group
         if request.role != store_pb2.ROLE_SCHEDULER and not group.kinds:
-            group.kinds = [Kind.of(brought) for brought in request.kinds]
+            group.kinds = [Kind.of(number, brought) for number, brought in enumerate(request.kinds)]
             for kind in group.kinds:
                 self._size_classes.add(kind.slot_bytes)
                 self._keep_document(kind.namespace, kind.document)
@@ -365,8 +366,7 @@ class Store:
             )
         if len(request.keys) > limits.KEYS_PER_CALL_MAX:
             raise LimitExceeded(f"{len(request.keys)} keys in one lookup; at most {limits.KEYS_PER_CALL_MAX}")
-        for key in request.keys:
-            require_key(key)
+        require_keys(request.keys)
         return self._index.lookup(request.namespace_id, request.tenant, list(request.keys))
 
     def expire_leases(self, now_ms: int) -> None:
@@ -432,6 +432,9 @@ class Store:
             ready_bytes=fs.capacity_bytes if fs.warming is None else 0,
             sick=fs.sick or "",
             dropped_stores=movement.dropped,
+            quarantined_slots=fs.quarantined,
+            scrubbed_chunks=fs.scrubbed_chunks,
+            unindexed_chunks=fs.unindexed,
         )
 
     def problems(self) -> list[str]:
@@ -455,6 +458,13 @@ class Store:
             if not group.sessions <= group.processes:
                 problems.append(f"group {group.name} has a session of a process that has ended")
         return problems
+
+    def chunks_on_disk(self) -> int:
+        return 0 if self._movement is None else self._movement.fs.stats().chunks
+
+    def check_data(self, bytes_per_s: int | None) -> AsyncIterator[str | None]:
+        """Reads every chunk on disk, one after the other: for each None, or a sentence that says what is wrong."""
+        return _nothing() if self._movement is None else self._movement.fs.scrub(bytes_per_s)
 
     # -- what operators ask --------------------------------------------------------------------------------------
     # Every `next` of these iterators is one slice of work, a millisecond at the most; the loop turns in between.
@@ -824,44 +834,43 @@ class Store:
         outcomes: list[int] = [store_pb2.OUTCOME_NOT_GRANTED] * len(commits)
         passed: dict[int, list[int]] = {}  # number of the kind -> positions
         aborted: list[tuple[int, int]] = []
-        numbers = {id(kind): i for i, kind in enumerate(group.kinds)}
         for position, commit in enumerate(commits):
-            ref = (commit.at.slot, commit.at.generation)
-            if not group.holds(*ref):
+            at, tenant = commit.at, commit.tenant
+            slot, generation = at.slot, at.generation
+            grant = group.granted.get(slot)
+            if grant is None or grant.generation != generation:
                 continue
-            grant = group.granted[ref[0]]
             if group.refused or grant.epoch != group.epoch:
-                aborted.append(ref)
-            elif self.require_cache_salt and commit.tenant == self._unsalted:
+                aborted.append((slot, generation))
+            elif self.require_cache_salt and tenant == self._unsalted:
                 outcomes[position] = _REJECTED_ADMISSION
-                aborted.append(ref)
+                aborted.append((slot, generation))
             else:
                 # Out of `granted` at once: a second commit of the same reference in this message has no grant.
-                self._no_longer_granted(group, ref[0])
-                passed.setdefault(numbers[id(grant.kind)], []).append(position)
+                self._no_longer_granted(group, slot)
+                passed.setdefault(grant.kind.number, []).append(position)
         for number, positions in passed.items():
             kind = group.kinds[number]
+            chosen = [commits[position] for position in positions]
+            refs = [(commit.at.slot, commit.at.generation) for commit in chosen]
             codes = self._index.commit(
                 group.number,
                 kind.namespace,
-                [
-                    (commit.at.slot, commit.at.generation, commit.tenant, commit.key, commit.parent)
-                    for commit in (commits[position] for position in positions)
-                ],
+                [(*ref, commit.tenant, commit.key, commit.parent) for ref, commit in zip(refs, chosen, strict=True)],
                 now_ms,
             )
             for position, code in zip(positions, codes, strict=True):
                 outcomes[position] = code  # the numbers of wire and index agree; not granted: removed meanwhile
                 if code == STORED:
                     self._stores += 1
-                    self._write_through(kind, commits[position])
+                    if self._movement is not None:
+                        self._write_through(self._movement, kind, commits[position])
         self._abort(group, aborted)
         return outcomes
 
-    def _write_through(self, kind: Kind, commit: store_pb2.Commit) -> None:
-        if self._movement is not None:
-            chunk = ChunkId(kind.namespace, commit.tenant, commit.key)
-            self._movement.stored(chunk, commit.at.slot, commit.at.generation, kind.chunk_bytes)
+    def _write_through(self, movement: Movement, kind: Kind, commit: store_pb2.Commit) -> None:
+        chunk = ChunkId(kind.namespace, commit.tenant, commit.key)
+        movement.stored(chunk, commit.at.slot, commit.at.generation, kind.chunk_bytes)
 
     def _abort(self, group: Group, refs: Sequence[tuple[int, int]]) -> None:
         held = [ref for ref in refs if group.holds(*ref)]
@@ -887,12 +896,19 @@ class Store:
         self._failed_loads += len(releases) - loaded
 
 
-def require_key(key: bytes) -> None:
-    if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
-        raise BadKey(
-            f"key {key.hex()} has {len(key)} bytes; a key is the engine's hash of {limits.KEY_BYTES_MIN} to "
-            f"{limits.KEY_BYTES_MAX} bytes"
-        )
+async def _nothing() -> AsyncIterator[str | None]:
+    nothing: tuple[None, ...] = ()
+    for each in nothing:
+        yield each
+
+
+def require_keys(keys: Iterable[bytes]) -> None:
+    for key in keys:
+        if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
+            raise BadKey(
+                f"key {key.hex()} has {len(key)} bytes; a key is the engine's hash of {limits.KEY_BYTES_MIN} to "
+                f"{limits.KEY_BYTES_MAX} bytes"
+            )
 
 
 def _require_only_scheduler(group: Group) -> None:
@@ -975,25 +991,17 @@ def _require_well_formed(request: store_pb2.StepRequest, last_number: int, kinds
         raise LimitExceeded(f"{operations} operations in one message; at most {limits.OPERATIONS_PER_STEP_MAX}")
     if len(request.tails) > limits.TAILS_PER_STEP_MAX:
         raise LimitExceeded(f"{len(request.tails)} tails in one message; at most {limits.TAILS_PER_STEP_MAX}")
-    for tenant in _tenants(request):
+    chains = (*request.touches, *request.promotes)
+    for tenant in {commit.tenant for commit in request.commits} | {chain.tenant for chain in chains}:
         if len(tenant) != TENANT_ID_BYTES:
             raise ProtocolError(f"tenant {tenant.hex()} has {len(tenant)} bytes, not {TENANT_ID_BYTES}")
-    named = max([len(request.grants_wanted), *(chain.kind + 1 for chain in (*request.touches, *request.promotes))])
+    named = max([len(request.grants_wanted), *(chain.kind + 1 for chain in chains)])
     if named > max(kinds, 1):  # a scheduler may ask before its workers have come
         raise ProtocolError(f"the message names kind {named - 1} of chunks, and the group has {kinds}")
-    for commit in request.commits:
-        require_key(commit.key)
-        if commit.parent:
-            require_key(commit.parent)
-    for chain in (*request.touches, *request.promotes):
-        for key in chain.keys:
-            require_key(key)
-
-
-def _tenants(request: store_pb2.StepRequest) -> Iterator[bytes]:
-    yield from (commit.tenant for commit in request.commits)
-    yield from (chain.tenant for chain in request.touches)
-    yield from (chain.tenant for chain in request.promotes)
+    require_keys([commit.key for commit in request.commits])
+    require_keys(filter(None, [commit.parent for commit in request.commits]))
+    for chain in chains:
+        require_keys(chain.keys)
 
 
 def _parsed(document: str) -> dict[str, object] | None:

@@ -10,17 +10,22 @@ namespace {
 
 constexpr std::size_t EPOCHS_MAX = 64;
 
+std::uint64_t chunks_max_of(const TableWriter& table) {
+    return table.place_count() / 3 * 2;
+}
+
 }  // namespace
 
 Index::Index(std::shared_ptr<Mapping> table, std::shared_ptr<Mapping> arena, std::uint64_t arena_bytes,
-             std::uint64_t unit_bytes, const Id& index_key, const Id& instance_id, bool verify)
+             std::uint64_t unit_bytes, const Id& index_key, const Id& instance_id, Rule rule, bool verify)
     : table_memory_(std::move(table)),
       arena_(verify ? std::move(arena) : nullptr),
       arena_bytes_(arena_bytes),
       index_key_(index_key),
       table_(table_memory_->data(), TableShape::for_bytes(table_memory_->size(), arena_bytes, unit_bytes), instance_id),
       slabs_(arena_bytes, unit_bytes),
-      chunks_max_(table_.place_count() - table_.place_count() / TABLE_EMPTY_SHARE) {}
+      chunks_max_(chunks_max_of(table_)),
+      policy_(rule, chunks_max_) {}
 
 // ---- Grants ----
 
@@ -31,8 +36,11 @@ std::vector<Ref> Index::grant(std::uint64_t group, std::uint64_t chunk_bytes, st
     Move move;
     while (granted.size() < count) {
         // Chunks smaller than the table was sized for fill it before the tier, and it would then refuse every commit.
-        const bool table_full = chunk_count_ >= table_.place_count() / 3 * 2;
-        const auto slot = table_full ? std::nullopt : slabs_.take(bytes);
+        if (chunk_count_ + grant_count_ >= chunks_max_) {
+            if (!make_room_in_table()) break;
+            continue;
+        }
+        const auto slot = slabs_.take(bytes);
         if (!slot) {
             if (!make_room(bytes, move)) break;
             continue;
@@ -92,15 +100,16 @@ void Index::forget_if_idle(std::uint64_t group) {
 // ---- Commits ----
 
 std::vector<CommitCode> Index::commit(std::uint64_t group, const Id& name_space, std::span<const Commit> commits,
-                                      std::uint64_t now_ms) {
+                                      std::uint64_t now_ms, bool is_use) {
     std::vector<CommitCode> codes;
     codes.reserve(commits.size());
-    for (const Commit& commit : commits) codes.push_back(commit_one(group, name_space, commit, now_ms));
+    for (const Commit& commit : commits) codes.push_back(commit_one(group, name_space, commit, now_ms, is_use));
     forget_if_idle(group);
     return codes;
 }
 
-CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Commit& commit, std::uint64_t now_ms) {
+CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Commit& commit, std::uint64_t now_ms,
+                             bool is_use) {
     if (!is_granted(group, commit.at)) {
         const std::uint32_t committed = chunk_at(commit.at);
         const bool again =
@@ -126,14 +135,22 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     }
     const bool in_lower = table_.where(digest) != Where::MISS;  // an entry without a record, as `find` said
     if (in_lower) erase_lower(digest);
-    const std::uint32_t kept =
-        commit.parent.empty() ? NO_RECORD : find(hasher(commit.parent), name_space, commit.tenant, commit.parent);
-    if (chunk_count_ >= chunks_max_) evict_oldest(kept);
+    const Digest parent_digest = commit.parent.empty() ? Digest{} : hasher(commit.parent);
+    const std::uint32_t parent =
+        commit.parent.empty() ? NO_RECORD : find(parent_digest, name_space, commit.tenant, commit.parent);
+    if (Quota* quota = quota_of(commit.tenant);
+        quota != nullptr && !make_room_in(*quota, class_bytes(commit.at.slot), parent)) {
+        if (in_lower) insert_lower(digest, Where::FS);
+        if (is_use) policy_.missed(digest, ++tick_);
+        drop_grant(group, commit.at.slot);
+        return CommitCode::QUOTA;
+    }
     const std::uint32_t number = new_record();
     const auto insert = [&] { return insert_chunk(digest, commit.at, number); };
-    if (number == NO_RECORD || !(insert() || (make_place(digest, kept) && insert()))) {
+    if (number == NO_RECORD || !(insert() || (make_place(digest, parent) && insert()))) {
         if (in_lower) insert_lower(digest, Where::FS);
         if (number != NO_RECORD) free_records_.push_back(number);
+        if (is_use) policy_.missed(digest, ++tick_);
         drop_grant(group, commit.at.slot);
         return CommitCode::TIER_FULL;
     }
@@ -146,17 +163,17 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     record.digest = digest;
     record.at = commit.at;
     record.in_lower = in_lower;
+    record.parent_digest = parent_digest;
     end_grant(group, commit.at.slot);
     *slabs_.find(commit.at.slot) = {Slot::Holder::CHUNK, 0, number};
     used_bytes_ += class_bytes(commit.at.slot);
+    if (Quota* quota = quota_of(commit.tenant)) quota->used += class_bytes(commit.at.slot);
     ++chunk_count_;
-    use(record, now_ms);
+    make_youngest(record, now_ms);
+    record.uses = policy_.arrived(digest, tick_, is_use);
+    leaves(record).arrive(use_class(record));
+    if (parent != NO_RECORD) set_parent(number, parent);
     list(number);
-    if (!commit.parent.empty()) {
-        record.parent_digest = hasher(commit.parent);
-        const std::uint32_t parent = find(record.parent_digest, name_space, commit.tenant, commit.parent);
-        if (parent != NO_RECORD && parent != number) set_parent(number, parent);
-    }
     return CommitCode::STORED;
 }
 
@@ -330,15 +347,15 @@ void Index::end_group(std::uint64_t group) {
 
 // ---- Eviction ----
 
-// The table, and not the arena, is what is full: of all classes' chunks the one that goes first, but not `kept`.
-void Index::evict_oldest(std::uint32_t kept) {
-    const Victim* oldest = nullptr;
-    for (const auto& [class_bytes, victims] : victims_) {
-        auto first = victims.begin();
-        if (first != victims.end() && first->record == kept) ++first;
-        if (first != victims.end() && (oldest == nullptr || *first < *oldest)) oldest = &*first;
+// The table, and not the arena, is what is full: of all classes' chunks the one that goes first.
+bool Index::make_room_in_table() {
+    std::optional<Victim> first;
+    for (const auto& [class_bytes, leaves] : leaves_) {
+        const auto victim = policy_.victim(leaves, tick_);
+        if (victim && (!first || *victim < *first)) first = victim;
     }
-    if (oldest != nullptr) evict(oldest->record);
+    if (first) evict(first->record);
+    return first.has_value();
 }
 
 bool Index::make_room(std::uint64_t class_bytes, Move& move) {
@@ -349,14 +366,12 @@ bool Index::make_room(std::uint64_t class_bytes, Move& move) {
         move.window = slabs_.oldest_window(class_bytes);
         move.looked = true;
     }
-    const std::set<Victim>& victims = victims_[class_bytes];
+    const Leaves& leaves = leaves_[class_bytes];
     const bool may_move = move.window && !move.done;
-    if (!victims.empty()) {
-        const Victim& oldest = *victims.begin();
-        if (!may_move || (oldest.parented ? oldest.tick : 0) < move.window->newest) {
-            evict(oldest.record);
-            return true;
-        }
+    const auto oldest = leaves.oldest_tick();
+    if (oldest && (!may_move || *oldest < move.window->newest)) {
+        evict(policy_.victim(leaves, tick_)->record);
+        return true;
     }
     if (!may_move) return false;
     move_slabs(*move.window);
@@ -364,19 +379,18 @@ bool Index::make_room(std::uint64_t class_bytes, Move& move) {
     return true;
 }
 
-// No place is free where the table looks for this digest: of the few chunks there, the one that goes first, if need be
-// from under its children, but not `kept`.
+// No place is free where the table looks for this digest: of the few chunks there, the leaf that goes first, but not
+// `kept`.
 bool Index::make_place(const Digest& digest, std::uint32_t kept) {
-    std::optional<std::pair<bool, Victim>> oldest;
+    std::optional<Victim> first;
     for (const std::uint32_t number : table_.within_reach(digest)) {
-        if (number == NO_RECORD) continue;
+        if (number == NO_RECORD || number == kept || !is_evictable(records_[number])) continue;
         const Record& record = records_[number];
-        if (number == kept || is_held(record)) continue;
-        const std::pair candidate(record.children > 0, victim(number));
-        if (!oldest || candidate < *oldest) oldest = candidate;
+        const Victim victim = policy_.weigh({record.tick, number}, record.uses.count, record.orphan, tick_);
+        if (!first || victim < *first) first = victim;
     }
-    if (oldest) evict(oldest->second.record);
-    return oldest.has_value();
+    if (first) evict(first->record);
+    return first.has_value();
 }
 
 void Index::find_newest(Slab& slab) const {
@@ -402,6 +416,8 @@ void Index::move_slabs(const Window& window) {
 }
 
 void Index::evict(std::uint32_t number) {
+    policy_.evicted(records_[number].digest, records_[number].uses, tick_);
+    if (!records_[number].in_lower) ++unwritten_eviction_count_;
     drop(number);
     ++eviction_count_;
 }
@@ -417,22 +433,24 @@ void Index::drop(std::uint32_t number) {
     Record& record = records_[number];
     assert(record.live && !is_held(record));
     unlist(number);
+    leaves(record).leave(use_class(record));
+    record.live = false;  // so that it is not listed again when its children have left it
     table_.erase(record.digest);
     if (record.in_lower) insert_lower(record.digest, Where::FS);
     while (record.first_child != NO_RECORD) orphan(record.first_child);
-    unlist(number);  // without children it was listed again
     if (record.parent != NO_RECORD) leave_parent(number);
     Slab& slab = slabs_.slab_of(record.at.slot);
     if (record.tick == slab.newest) slab.newest_known = false;
     used_bytes_ -= slab.class_bytes;
     --chunk_count_;
+    if (Quota* quota = quota_of(scopes_[record.scope].scope.tenant)) quota->used -= slab.class_bytes;
     scopes_.take_chunk(record.scope, slab.class_bytes);
     slabs_.give_back(record.at.slot);
     record = Record{};
     free_records_.push_back(number);
 }
 
-void Index::use(Record& record, std::uint64_t now_ms) {
+void Index::make_youngest(Record& record, std::uint64_t now_ms) {
     record.tick = ++tick_;
     record.used_ms = now_ms;
     Slab& slab = slabs_.slab_of(record.at.slot);
@@ -476,30 +494,46 @@ bool Index::descends_from(std::uint32_t record, std::uint32_t ancestor) const {
     return false;
 }
 
-void Index::unlist(std::uint32_t record) {
-    victims_[class_bytes(records_[record].at.slot)].erase(victim(record));
+void Index::unlist(std::uint32_t number) {
+    Record& record = records_[number];
+    if (!record.place.listed()) return;
+    leaves(record).unlist(record.place);
+    if (Quota* quota = quota_of(scopes_[record.scope].scope.tenant)) quota->leaves.erase(own_leaf(number));
 }
 
-void Index::list(std::uint32_t record) {
-    if (is_evictable(records_[record])) victims_[class_bytes(records_[record].at.slot)].insert(victim(record));
+void Index::list(std::uint32_t number) {
+    Record& record = records_[number];
+    if (record.place.listed() || !is_evictable(record)) return;
+    leaves(record).list(record.place, {record.tick, number}, use_class(record), record.orphan);
+    if (Quota* quota = quota_of(scopes_[record.scope].scope.tenant)) quota->leaves.insert(own_leaf(number));
 }
 
 // ---- Recency and lookup ----
 
-void Index::touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys, std::uint64_t now_ms) {
+void Index::touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys, std::uint64_t now_ms,
+                  std::size_t again) {
     const Hasher hasher = hasher_for(index_key_, name_space, tenant);
     std::uint32_t child = NO_RECORD;
     for (std::size_t i = keys.size(); i-- > 0;) {  // tail first: no parent is ever older than its child
         const Digest digest = hasher(keys[i]);
         const std::uint32_t number = find(digest, name_space, tenant, keys[i]);
         if (number != NO_RECORD) {
+            Record& record = records_[number];
             unlist(number);
-            use(records_[number], now_ms);
+            make_youngest(record, now_ms);
+            if (i >= again) {
+                leaves(record).leave(use_class(record));
+                policy_.used(digest, record.uses, tick_);
+                leaves(record).arrive(use_class(record));
+            }
             list(number);
             // A parent that came back, or came after its child, is its parent again.
             const bool named =
                 child != NO_RECORD && records_[child].parent == NO_RECORD && records_[child].parent_digest == digest;
             if (named && !descends_from(number, child)) set_parent(child, number);
+        } else if (i >= again) {
+            const Where where = table_.where(digest);  // CPU: another key's digest; PENDING: used once it has come
+            if (where == Where::MISS || where == Where::FS) policy_.missed(digest, ++tick_);
         }
         child = number;
     }
@@ -739,6 +773,7 @@ bool Index::forget(Removal& removal, std::uint32_t number, std::size_t& steps) {
     ++removal.chunks;
     removal.bytes += class_bytes(record.at.slot);
     if (removal.dry_run) return true;
+    policy_.removed(record.digest, tick_);
     drop(number);
     ++removal_count_;
     return true;
@@ -755,6 +790,8 @@ std::vector<std::pair<const char*, std::uint64_t>> Index::stats() const {
         {"grants", grant_count_},
         {"leases", lease_count_},
         {"evictions", eviction_count_},
+        {"ghosts", policy_.ghost_count()},
+        {"unwritten_evictions", unwritten_eviction_count_},
         {"io_bytes", io_bytes_},
         {"entries", table_.entry_count()},
         {"entries_max", table_.place_count()},
@@ -774,6 +811,7 @@ std::vector<std::string> Index::problems() const {
             add(std::string(what) + ": counted " + std::to_string(counted) + ", says " + std::to_string(says));
     };
     for (std::string& problem : slabs_.problems()) add(std::move(problem));
+    for (std::string& problem : policy_.problems()) add(std::move(problem));
 
     // Slots, and who holds them.
     std::uint64_t used = 0, granted = 0, chunks = 0, grants = 0;
@@ -833,7 +871,13 @@ std::vector<std::string> Index::problems() const {
 
     // Records, and the order in which they go.
     std::size_t evictable = 0, listed = 0;
-    for (const auto& [class_bytes, victims] : victims_) listed += victims.size();
+    std::map<std::pair<std::uint64_t, unsigned>, std::uint64_t> residents;  // by class_bytes and use class
+    for (const auto& [class_bytes, leaves] : leaves_) {
+        listed += leaves.leaf_count();
+        for (unsigned c = 0; c < USE_CLASSES; ++c) {
+            if (leaves.residents(c) > 0) residents[{class_bytes, c}] = leaves.residents(c);
+        }
+    }
     std::vector<std::uint32_t> children(records_.size(), 0);
     std::map<std::uint32_t, Usage> usage;  // by scope
     std::uint64_t live = 0, pinned = 0, io = 0;
@@ -853,10 +897,10 @@ std::vector<std::string> Index::problems() const {
         if (record.io > 0) io += class_bytes(record.at.slot);
         if (is_evictable(record)) {
             ++evictable;
-            const auto victims = victims_.find(class_bytes(record.at.slot));
-            if (victims == victims_.end() || !victims->second.contains(victim(number)))
-                add(name + " can not be evicted");
+            const Leaf leaf{record.tick, number};
+            if (!record.place.listed() || *record.place.at != leaf) add(name + " can not be evicted");
         }
+        --residents[{class_bytes(record.at.slot), use_class(record)}];
         std::uint32_t siblings = 0;
         for (std::uint32_t child = record.first_child; child != NO_RECORD; child = records_[child].next_sibling) {
             if (++siblings > record.children || records_[child].parent != number) break;
@@ -876,6 +920,7 @@ std::vector<std::string> Index::problems() const {
         }
     }
     expect("chunks that may be evicted", evictable, listed);
+    for (const auto& [of, count] : residents) expect("chunks of a use class, less those counted", 0, count);
     std::map<Id, std::uint64_t> tenants;
     for (const auto& [scope, number] : scopes_.numbers()) {
         ++tenants[scope.tenant];
@@ -883,6 +928,7 @@ std::vector<std::string> Index::problems() const {
         expect("a tenant's chunks", usage[number].chunks, scopes_[number].chunks);
         expect("a tenant's bytes", usage[number].bytes, scopes_[number].bytes);
     }
+    quota_problems(problems);
     expect("pairs of namespace and tenant", usage.size(), scopes_.numbers().size());
     if (tenants != scopes_.tenants()) add("tenants are counted wrongly");
     expect("records", live, chunk_count_);

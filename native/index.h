@@ -8,13 +8,15 @@
 // A slot's life: free -> granted to a group (generation raised) -> committed: it holds a chunk -> evicted: free.
 //                                                              `-> aborted, or the group ended: free
 //
-// Eviction happens in `grant`, when nothing is free: the least recently used chunk of the class that has neither
-// resident children nor a lease; one whose parent was taken from under it goes before all others. If another class's
-// slab holds only chunks that were last used before that one, the whole slab changes its class instead. Eviction itself
-// leaves the slot's generation alone; it rises when the slot is granted again, and a slab that changes its class has
-// the generations of all its old slots raised first. One call evicts at most as many chunks as slots were asked for,
-// and one slab (or run of slabs) full. Where chunks are so small that the table is full before the arena, a commit
-// drops the chunk of any class that goes first.
+// Eviction happens in `grant`, when nothing is free: of the class's chunks that have neither resident children nor a
+// lease, the one that the policy names (policy.h). If another class's slab holds only chunks that were last used before
+// all of these, the whole slab changes its class instead. Eviction itself leaves the slot's generation alone; it rises
+// when the slot is granted again, and a slab that changes its class has the generations of all its old slots raised
+// first. Where chunks are so small that the table is full before the arena, `grant` evicts the chunk of any class that
+// goes first: chunks and grants together take at most two thirds of the table's places, so a commit nearly always finds
+// one within reach. Where it does not, a chunk without children there makes room, or the commit is refused: to drop a
+// chunk from under its children would lose them all. One call evicts at most two chunks for each slot asked for, and
+// one slab (or run of slabs) full.
 //
 // A removal is not an eviction: what an operator wants to be forgotten must not come back. `begin_removal` raises the
 // epoch of what it covers, and a commit of a slot that was granted before that ends as an abort. The chunks themselves
@@ -40,15 +42,15 @@
 
 #include "arena.h"
 #include "digest.h"
+#include "policy.h"
 #include "slabs.h"
 #include "table.h"
 
 namespace kvstore {
 
 inline constexpr std::byte POISON{0xA5};
-inline constexpr std::uint64_t TABLE_EMPTY_SHARE = 8;  // an eighth of the table's places stays empty
 
-enum class CommitCode : int { STORED = 1, PRESENT = 2, TIER_FULL = 3, NOT_GRANTED = 7 };
+enum class CommitCode : int { STORED = 1, PRESENT = 2, TIER_FULL = 3, QUOTA = 4, NOT_GRANTED = 7 };
 
 struct Commit {
     Ref at;
@@ -115,11 +117,18 @@ struct ChunkView {
     bool leased;
 };
 
+// A chunk of the cpu tier that no lower tier has, and nobody is writing there.
+struct Unwritten {
+    Scope scope;
+    Bytes key;
+    Ref at;
+};
+
 class Index {
   public:
-    // `arena` is held, and written, only with verify.
+    // `arena` is held, and written, only with verify; without it, it may be null.
     Index(std::shared_ptr<Mapping> table, std::shared_ptr<Mapping> arena, std::uint64_t arena_bytes,
-          std::uint64_t unit_bytes, const Id& index_key, const Id& instance_id, bool verify);
+          std::uint64_t unit_bytes, const Id& index_key, const Id& instance_id, Rule rule, bool verify);
     Index(const Index&) = delete;
     Index& operator=(const Index&) = delete;
 
@@ -130,8 +139,9 @@ class Index {
     }
 
     std::vector<Ref> grant(std::uint64_t group, std::uint64_t chunk_bytes, std::size_t count);
+    // `is_use`: each commit is the use of its chunk by the request that brought it.
     std::vector<CommitCode> commit(std::uint64_t group, const Id& name_space, std::span<const Commit> commits,
-                                   std::uint64_t now_ms);
+                                   std::uint64_t now_ms, bool is_use = true);
     std::size_t abort(std::uint64_t group, std::span<const Ref> refs);
 
     std::vector<bool> lease(std::uint64_t group, std::span<const Ref> refs, std::uint64_t deadline_ms);
@@ -149,7 +159,24 @@ class Index {
     // of the cpu tier is shown as CPU and becomes FS when it is evicted. Only a hint: the lower tier itself decides.
     void set_lower(const Id& name_space, const Id& tenant, Bytes key, Where where);
 
-    void touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys, std::uint64_t now_ms);
+    // What a lower tier has yet to be given (unwritten.cpp). The keys stay valid until the index changes.
+    // Of each class the chunks that would be evicted for the next `nbytes`, in that order; looks at `steps` at most.
+    std::vector<Unwritten> next_to_go(std::uint64_t nbytes, std::size_t steps, std::size_t limit) const;
+    // Looks at records as `chunks` does.
+    std::vector<Unwritten> unwritten(std::uint32_t& next, std::uint64_t used_before_ms, std::size_t steps,
+                                     std::size_t limit) const;
+    // Of these keys, those that were used at least so often.
+    std::vector<Unwritten> used_often(const Id& name_space, const Id& tenant, std::span<const Bytes> keys,
+                                      std::uint32_t uses) const;
+
+    // What the tenant's chunks may take here; nothing: no limit (quota.cpp). Chunks there are stay: the caller removes
+    // the excess. A commit over the quota evicts the tenant's own least recently used chunks, or is refused.
+    void set_quota(const Id& tenant, std::optional<std::uint64_t> nbytes);
+
+    // Head first. One request is one use of each chunk: those `again` at the head it has used before, which makes them
+    // young but does not count. A key that is not here, and that the request will not store, counts all the same.
+    void touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys, std::uint64_t now_ms,
+               std::size_t again = 0);
     std::vector<Where> lookup(const Id& name_space, const Id& tenant, std::span<const Bytes> keys) const;
 
     Removal begin_removal(const Selection& what, std::uint64_t bytes_wanted, bool dry_run);
@@ -176,7 +203,9 @@ class Index {
         std::uint32_t scope = 0;
         Digest digest;
         Ref at;
-        std::uint64_t tick = 0;  // of its last use
+        std::uint64_t tick = 0;  // when it was last touched
+        Uses uses;
+        Leaves::Place place;
         std::uint64_t used_ms = 0;
         std::uint32_t leases = 0;
         std::uint32_t io = 0;              // the daemon's own reads of the slot
@@ -189,12 +218,17 @@ class Index {
         std::uint32_t previous_sibling = NO_RECORD;
         bool orphan = false;  // its parent went before it
     };
-    // Chunks that may be evicted, of one class, in the order in which they go: orphans, then by last use.
-    struct Victim {
+    // A tenant's chunks that may be evicted, of any class: orphans first, then by last use.
+    struct OwnLeaf {
         bool parented;
         std::uint64_t tick;
         std::uint32_t record;
-        auto operator<=>(const Victim&) const = default;
+        auto operator<=>(const OwnLeaf&) const = default;
+    };
+    struct Quota {
+        std::uint64_t nbytes = 0;
+        std::uint64_t used = 0;
+        std::set<OwnLeaf> leaves;
     };
     struct Lease {
         std::uint64_t generation;
@@ -225,7 +259,8 @@ class Index {
         Selection what;
     };
 
-    CommitCode commit_one(std::uint64_t group, const Id& name_space, const Commit& commit, std::uint64_t now_ms);
+    CommitCode commit_one(std::uint64_t group, const Id& name_space, const Commit& commit, std::uint64_t now_ms,
+                          bool is_use);
     bool removed_since(std::uint32_t epoch, const Id& name_space, const Id& tenant) const;
     // The record of exactly this key, or NO_RECORD; `other` says whether its digest belongs to another key.
     std::uint32_t find(const Digest& digest, const Id& name_space, const Id& tenant, Bytes key,
@@ -245,7 +280,7 @@ class Index {
     bool make_room(std::uint64_t class_bytes, Move& move);
     void find_newest(Slab& slab) const;
     void move_slabs(const Window& window);
-    void evict_oldest(std::uint32_t kept);
+    bool make_room_in_table();
     bool make_place(const Digest& digest, std::uint32_t kept);
     void evict(std::uint32_t record);
     void drop(std::uint32_t record);
@@ -254,10 +289,16 @@ class Index {
     void consider(Removal& removal, std::uint32_t record) const;
     void choose(Removal& removal) const;
     bool forget(Removal& removal, std::uint32_t record, std::size_t& steps);
-    void use(Record& record, std::uint64_t now_ms);              // its tick becomes the newest
+    void make_youngest(Record& record, std::uint64_t now_ms);
     void set_parent(std::uint32_t child, std::uint32_t parent);  // the child has none
     void leave_parent(std::uint32_t child);
     bool descends_from(std::uint32_t record, std::uint32_t ancestor) const;
+    bool is_unwritten(const Record& record) const { return record.live && !record.in_lower && record.io == 0; }
+    Unwritten unwritten_at(std::uint32_t record) const;
+    Quota* quota_of(const Id& tenant);
+    bool make_room_in(Quota& quota, std::uint64_t nbytes, std::uint32_t kept);
+    void quota_problems(std::vector<std::string>& problems) const;
+    OwnLeaf own_leaf(std::uint32_t record) const { return {!records_[record].orphan, records_[record].tick, record}; }
     // Around every change of what decides whether and when a record is evicted.
     void unlist(std::uint32_t record);
     void list(std::uint32_t record);
@@ -266,7 +307,8 @@ class Index {
     bool insert_chunk(const Digest& digest, Ref at, std::uint32_t record);
     bool insert_lower(const Digest& digest, Where where);
     void erase_lower(const Digest& digest);
-    Victim victim(std::uint32_t record) const { return {!records_[record].orphan, records_[record].tick, record}; }
+    Leaves& leaves(const Record& record) { return leaves_[class_bytes(record.at.slot)]; }
+    unsigned use_class(const Record& record) const { return policy_.use_class(record.uses.count); }
 
     void end_grant(std::uint64_t group, std::uint32_t slot);  // bookkeeping only; the slot is the caller's
     void drop_grant(std::uint64_t group, std::uint32_t slot);
@@ -281,11 +323,13 @@ class Index {
     Id index_key_;
     TableWriter table_;
     Slabs slabs_;
-    std::uint64_t chunks_max_;  // that the table takes and still finds a place for nearly every new one
+    std::uint64_t chunks_max_;  // with grants: what the table takes and still finds a place for nearly every new one
     std::deque<Record> records_;
     std::vector<std::uint32_t> free_records_;
-    std::map<std::uint64_t, std::set<Victim>> victims_;  // by class_bytes
-    std::unordered_map<std::uint64_t, Group> groups_;    // those that hold something
+    Policy policy_;
+    std::map<std::uint64_t, Leaves> leaves_;           // by class_bytes
+    std::unordered_map<std::uint64_t, Group> groups_;  // those that hold something
+    std::map<Id, Quota> quotas_;                       // by tenant
     Scopes scopes_;
     std::deque<Epoch> epochs_;  // newest last; the oldest are forgotten by saying that they covered everything
     std::uint32_t epoch_ = 0;   // of the newest removal
@@ -301,6 +345,7 @@ class Index {
     std::uint64_t io_bytes_ = 0;     // of slots with I/O
     std::uint64_t lower_count_ = 0;  // entries of the table without a record
     std::uint64_t eviction_count_ = 0;
+    std::uint64_t unwritten_eviction_count_ = 0;  // of chunks that no lower tier had
     std::uint64_t removal_count_ = 0;
     std::uint64_t poison_commit_count_ = 0;
     std::uint64_t digest_collision_count_ = 0;

@@ -1,7 +1,6 @@
 """`kvstore evict`: removes chosen chunks from the daemon. `kvstore clear`: removes all of them."""
 
 import sys
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -10,7 +9,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from kvstore import admin
-from kvstore.cli.output import Endpoint, Json, NamespaceId, Salt, TenantId, Tier, print_json, reported
+from kvstore.cli.output import Endpoint, Json, NamespaceId, Salt, TenantId, Tier, positive, print_json, reported
 from kvstore.config import parse_bytes, parse_duration_ms
 from kvstore.errors import ConfigurationError
 
@@ -38,8 +37,8 @@ def evict(
         removed = admin.remove(
             where,
             admin.selection(namespace=namespace, salt=tenant, tenant_id=tenant_id, tier=tier),
-            older_than_ms=_positive("--older-than", older_than, parse_duration_ms),
-            nbytes=_positive("--bytes", nbytes, parse_bytes),
+            older_than_ms=positive("--older-than", older_than, parse_duration_ms),
+            nbytes=positive("--bytes", nbytes, parse_bytes),
             dry_run=dry_run,
         )
     _print(removed, as_json=json, dry_run=dry_run)
@@ -59,18 +58,6 @@ def clear(
             typer.confirm(f"Remove all {held} chunks of {where}?", abort=True, err=True)
         removed = admin.remove(where, admin.selection())
     _print(removed, as_json=json, dry_run=False)
-
-
-def _positive(flag: str, text: str | None, parse: Callable[[str], int]) -> int | None:
-    if text is None:
-        return None
-    try:
-        value = parse(text)
-    except ValueError as error:
-        raise ConfigurationError(f"{flag}: {error}") from None
-    if not 0 < value < 1 << 63:
-        raise ConfigurationError(f"{flag} is {text}; it must be more than nothing, and less than 2^63 bytes or ms")
-    return value
 
 
 def _print(removed: dict[str, object], *, as_json: bool, dry_run: bool) -> None:

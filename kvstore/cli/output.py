@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
@@ -27,6 +27,19 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of
 
 def print_json(document: object) -> None:
     print(json.dumps(document, indent=2))
+
+
+def positive(flag: str, text: str | None, parse: Callable[[str], int]) -> int | None:
+    """What an option says, None where it is not given. ConfigurationError."""
+    if text is None:
+        return None
+    try:
+        value = parse(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{flag}: {error}") from None
+    if not 0 < value < 1 << 63:
+        raise ConfigurationError(f"{flag} is {text}; it must be more than nothing, and less than 2^63 bytes or ms")
+    return value
 
 
 @contextlib.contextmanager

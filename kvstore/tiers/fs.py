@@ -33,16 +33,14 @@ Bounds: `queue_max` writes and as many reads are waiting or running, more are re
 
 import asyncio
 import contextlib
-import ctypes
 import errno
 import logging
-import mmap
 import os
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar, assert_never
@@ -89,7 +87,7 @@ from kvstore.tiers.fs_index import IndexUnusable
 from kvstore.tiers.fs_journal import Journal
 from kvstore.tiers.fs_paths import STATE
 from kvstore.tiers.fs_recovery import Cancelled, Recovered, Recovery
-from kvstore.tiers.fs_scrub import paced
+from kvstore.tiers.fs_scrub import Scrub, Sleep
 from kvstore.tiers.fs_worker import Failure, Worker
 
 log = logging.getLogger(__name__)
@@ -133,6 +131,7 @@ class FsStats(TierStats):
     writes_queued: int
     reads_queued: int
     scrubbed_chunks: int
+    unindexed: int  # chunks on disk that the next start would not know of after a kill now
 
 
 @dataclass(slots=True)
@@ -146,7 +145,6 @@ class _Counters:
     late: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
-    scrubbed_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +263,13 @@ class FsTier:
         self._shrinking = False
         self._looking = False  # the worker looks at the directory for the tick
         self._quiet: asyncio.Future[None] | None = None
+        self._scrub = Scrub(
+            read=self._read_to_check,
+            add_region=self._pool.add_region,
+            clock=clock,
+            io_deadline_s=options.io_deadline_ms / 1000,
+        )
         self._scrub_task: asyncio.Task[None] | None = None
-        self._scrub_buffers: list[mmap.mmap] = []
 
     # Life
 
@@ -316,7 +319,9 @@ class FsTier:
         for call in waiting:
             call()
         if self._options.scrub_bytes_per_s is not None:
-            self._scrub_task = self._loop.create_task(self._scrub_for_ever(self._options.scrub_bytes_per_s))
+            self._scrub_task = self._loop.create_task(
+                self._scrub.run_for_ever(self._catalog, self._options.scrub_bytes_per_s)
+            )
 
     async def ready(self) -> None:
         await self._ready.wait()
@@ -425,7 +430,8 @@ class FsTier:
             written_bytes=counters.written_bytes,
             writes_queued=self._writes_total,
             reads_queued=self._reads,
-            scrubbed_chunks=counters.scrubbed_chunks,
+            scrubbed_chunks=self._scrub.chunks,
+            unindexed=self._journal.unindexed if self._ready.is_set() else 0,
         )
 
     def problems(self) -> Iterator[str]:
@@ -1070,68 +1076,24 @@ class FsTier:
 
     # Scrub
 
-    async def scrub(
-        self,
-        bytes_per_s: float | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> list[str]:
-        """Reads every chunk once. A bad slot is quarantined and its chunk forgotten; a sentence for each is returned.
+    def scrub(self, bytes_per_s: float | None = None, sleep: Sleep = asyncio.sleep) -> AsyncIterator[str | None]:
+        """Reads every chunk once, for each says None or in a sentence what is wrong; see `Scrub.run`."""
+        return self._scrub.run(self._catalog, bytes_per_s=bytes_per_s, sleep=sleep)
 
-        What a kill left half written is dropped as well, but is no problem.
-        """
-        problems: list[str] = []
-        async for slab, slot in paced(
-            self._held_places(),
-            lambda place: place.slab.slot_bytes,
-            bytes_per_s=bytes_per_s,
-            clock=self._clock,
-            sleep=sleep,
-        ):
-            entry = slab.held.get(slot)
-            if self._closing:
-                break
-            if entry is None:
-                continue
-            was_proven = entry.proven
-            match await self._scrub_one(entry):
-                case ReadOutcome.DAMAGED if was_proven:
-                    problems.append(f"slab {slab.number}, slot {slot}: not the bytes that were written")
-                case ReadOutcome.LATE | ReadOutcome.BUSY | ReadOutcome.SICK as outcome:
-                    problems.append(f"slab {slab.number}, slot {slot}: could not be read ({outcome.value})")
-                case ReadOutcome.DAMAGED | ReadOutcome.READ | ReadOutcome.ABSENT:
-                    self._counters.scrubbed_chunks += 1
-                case never:
-                    assert_never(never)
-        return problems
-
-    def _held_places(self) -> Iterator[Place]:
-        for number in sorted(self._catalog.slabs):
-            slab = self._catalog.slabs.get(number)
-            for slot in sorted(slab.held) if slab is not None else ():
-                assert slab is not None
-                yield Place(slab, slot)
-
-    async def _scrub_one(self, entry: Entry) -> ReadOutcome:
+    def _read_to_check(self, entry: Entry, memory: Memory, done: ReadDone, released: Released) -> bool:
         if self._reads >= self._options.queue_max:
-            return ReadOutcome.BUSY
-        outcome: asyncio.Future[ReadOutcome] = self._loop.create_future()
-        released = asyncio.Event()
-        memory = Memory(self._scrub_address(entry.slot_bytes), entry.payload_bytes)
-        self._start_read(_Read(entry, memory, outcome.set_result, released.set, is_use=False))
-        await released.wait()
-        return await outcome
-
-    def _scrub_address(self, nbytes: int) -> int:
-        if not self._scrub_buffers or len(self._scrub_buffers[-1]) < nbytes:
-            self._scrub_buffers.append(mmap.mmap(-1, nbytes))
-            address = ctypes.addressof(ctypes.c_char.from_buffer(self._scrub_buffers[-1]))
-            self._pool.add_region(address, nbytes)
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._scrub_buffers[-1]))
-
-    async def _scrub_for_ever(self, bytes_per_s: float) -> None:
-        while True:
-            await self.scrub(bytes_per_s)
-            await asyncio.sleep(TICK_S)
+            return False
+        refusal: ReadOutcome | None = None
+        if entry.forgotten or self._closing:
+            refusal = ReadOutcome.ABSENT
+        elif not self._read_health.may_try(self._clock()):
+            refusal = ReadOutcome.SICK
+        if refusal is not None:
+            self._loop.call_soon(done, refusal)
+            self._loop.call_soon(released)
+        else:
+            self._start_read(_Read(entry, memory, done, released, is_use=False))
+        return True
 
     # What lies beside the chunks
 

@@ -61,13 +61,16 @@ void digests_match_the_published_vectors() {
     }
 }
 
+Digest digest_of(std::uint64_t number) {  // few homes, in a table as well as among ghosts
+    return {(number % 4 << 62) + number % 7, number + 1};
+}
+
 void a_crowded_table_finds_exactly_what_is_in_it() {
     const auto shape = TableShape::for_entries(60, 64 * KIB, 4 * KIB);
     const auto memory = shared_memory("table", shape.table_bytes());
     TableWriter writer(memory->data(), shape, id(1));
     const TableReader reader(memory->data(), memory->size());
     std::map<std::uint64_t, std::uint32_t> model;  // digest.hi -> slot
-    const auto digest_of = [](std::uint64_t number) { return Digest{number % 4 << 62, number + 1}; };  // few homes
     std::uint64_t refused = 0;
     for (int step = 0; step < 20'000; ++step) {
         const std::uint64_t number = random_word() % 120;
@@ -140,13 +143,81 @@ void slots_of_many_classes_never_overlap() {
     CHECK(slabs.problems().empty());
 }
 
-void an_index_is_sound_after_random_calls() {
+void ghosts_are_forgotten_in_the_order_in_which_they_came() {
+    Ghosts ghosts(100);
+    std::map<std::uint64_t, std::uint32_t> model;  // by number, which rises: digest and count
+    std::uint64_t number = 0;
+    for (int step = 0; step < 20'000; ++step) {
+        switch (random_word() % 4) {
+            case 0:
+            case 1:
+                ++number;
+                model[number] = static_cast<std::uint32_t>(random_word());
+                ghosts.add(digest_of(number), {number, model[number]});
+                break;
+            case 2: {
+                const std::uint64_t wanted = number - random_word() % 40;
+                const auto taken = ghosts.take(digest_of(wanted));
+                CHECK(taken.has_value() == model.contains(wanted));
+                if (taken) CHECK(taken->last == wanted && taken->count == model[wanted]);
+                model.erase(wanted);
+                break;
+            }
+            case 3: {
+                if (random_word() % 3 != 0) break;
+                const auto oldest = ghosts.take_oldest();
+                CHECK(oldest.has_value() == !model.empty());
+                if (!oldest) break;
+                CHECK(oldest->uses.last == model.begin()->first && oldest->digest == digest_of(oldest->uses.last));
+                model.erase(model.begin());
+                break;
+            }
+        }
+        CHECK(ghosts.size() == model.size());
+    }
+    CHECK(!model.empty());
+}
+
+void use_classes_and_age_buckets_begin_where_the_decision_says() {
+    const std::vector<std::uint32_t> first_of_class = {0, 2, 3, 5, 9, 17, 33, 65};
+    for (unsigned c = 1; c < USE_CLASSES; ++c) {
+        CHECK(use_class_of(first_of_class[c]) == c && use_class_of(first_of_class[c] - 1) == c - 1);
+    }
+    CHECK(use_class_of(0) == 0 && use_class_of(UINT32_MAX) == USE_CLASSES - 1);
+    CHECK(age_bucket_of(0) == 0 && age_bucket_of(1) == 0 && age_bucket_of(UINT64_MAX) == AGE_BUCKETS - 1);
+    const std::vector<std::uint64_t> first_of_bucket = {2, 3, 4, 6, 8, 12, 16, 24};  // from bucket 2 on
+    for (unsigned i = 1; i < first_of_bucket.size(); ++i) {
+        CHECK(age_bucket_of(first_of_bucket[i]) == i + 2 && age_bucket_of(first_of_bucket[i] - 1) == i + 1);
+    }
+}
+
+void what_is_learned_decides_whether_the_old_or_the_young_go() {
+    Comeback comeback;
+    for (unsigned c = 0; c < USE_CLASSES; ++c) {  // nothing is known: the older, the worse, and all classes alike
+        for (std::uint64_t age = 1; age < std::uint64_t{1} << 40; age *= 2) {
+            CHECK(comeback.rank(c, age) > comeback.rank(c, 2 * age) || age_bucket_of(2 * age) == AGE_BUCKETS - 1);
+            CHECK(comeback.rank(c, age) == comeback.rank(0, age));
+        }
+    }
+    for (int i = 0; i < 10'000; ++i) comeback.hit(3, 1'000);  // what was used 5 to 8 times comes back after that long
+    comeback.learn({});
+    CHECK(comeback.rank(3, 900) > comeback.rank(3, 500));
+    CHECK(comeback.rank(3, 500) > comeback.rank(3, 100));
+    CHECK(comeback.rank(3, 100) > comeback.rank(3, 2'000));
+    CHECK(comeback.rank(7, 900) > comeback.rank(7, 100));  // inherited, where nothing else is known
+    CHECK(comeback.rank(2, 900) < comeback.rank(2, 100));
+    for (unsigned c = 0; c < USE_CLASSES; ++c) {
+        for (int bits = 0; bits < 64; ++bits) CHECK(comeback.rank(c, std::uint64_t{1} << bits) > 0);
+    }
+}
+
+void an_index_is_sound_after_random_calls(Rule rule) {
     const std::uint64_t arena_bytes = 64 * 8 * KIB;
     const std::uint64_t unit_bytes = unit_bytes_for(arena_bytes);
     const auto shape = TableShape::for_entries(64, arena_bytes, unit_bytes);
     const auto memory = shared_memory("table", shape.table_bytes());
     const auto arena = shared_memory("arena", arena_bytes);
-    Index index(memory, arena, arena_bytes, unit_bytes, id(1), id(2), true);
+    Index index(memory, arena, arena_bytes, unit_bytes, id(1), id(2), rule, true);
     index.set_prefaulted(arena_bytes);
     std::vector<std::pair<std::uint64_t, Ref>> granted;
     std::vector<Ref> stored;
@@ -249,7 +320,10 @@ int main() {
     a_crowded_table_finds_exactly_what_is_in_it();
     a_bucket_that_its_writer_left_half_written_is_a_miss();
     slots_of_many_classes_never_overlap();
-    an_index_is_sound_after_random_calls();
+    ghosts_are_forgotten_in_the_order_in_which_they_came();
+    use_classes_and_age_buckets_begin_where_the_decision_says();
+    what_is_learned_decides_whether_the_old_or_the_young_go();
+    for (const Rule rule : {Rule::LRU, Rule::PROBATION, Rule::ADAPTIVE}) an_index_is_sound_after_random_calls(rule);
     a_copy_changes_its_destination_and_nothing_beside_it();
     a_job_copies_each_fragment_once();
     std::puts("ok");

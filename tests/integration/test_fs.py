@@ -2,9 +2,11 @@
 way when its disk is full or gone."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -160,12 +162,7 @@ def test_a_chunk_is_promoted_once_for_all_who_want_it(fs_dir: Path) -> None:
 def test_a_flipped_bit_on_disk_is_a_miss_counted_and_removed(fs_dir: Path) -> None:
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
         client.put("salt", {key(1): payload(1), key(2): payload(2)})
-    [slab] = [path for path in fs_dir.iterdir() if path.stat().st_size > 1 << 19 and payload(1) in path.read_bytes()]
-    content = slab.read_bytes()
-    at = content.index(payload(1)) + 5_000
-    with slab.open("r+b") as file:
-        file.seek(at)
-        file.write(bytes([content[at] ^ 1]))
+    flip(slab_with(fs_dir, payload(1)), payload(1))
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
         wait_for_lookup(client, [key(1), key(2)], Lookup.FS)
         assert client.get("salt", [key(1), key(2)]) == [None, payload(2)]
@@ -174,6 +171,70 @@ def test_a_flipped_bit_on_disk_is_a_miss_counted_and_removed(fs_dir: Path) -> No
         assert (tier["corruptions"], tier["chunks"]) == (1, 1)
         assert client.put("salt", {key(1): payload(1)}) == {key(1): Stored()}
         wait_for_disk(daemon, 2)
+
+
+def slab_with(fs_dir: Path, content: bytes) -> Path:
+    [slab] = [path for path in fs_dir.iterdir() if path.stat().st_size > 1 << 19 and content in path.read_bytes()]
+    return slab
+
+
+def flip(slab: Path, content: bytes) -> None:
+    """A bit of that payload, on disk."""
+    at = slab.read_bytes().index(content) + 5_000
+    with slab.open("r+b") as file:
+        file.seek(at)
+        [byte] = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def kvstore(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvstore.cli", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
+
+
+def test_check_data_reads_everything_on_disk_and_forgets_what_has_gone_bad(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+    for name in (7, 8):
+        flip(slab_with(fs_dir, payload(name)), payload(name))
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        wait_for_disk(daemon, 100)
+        assert admin.check(daemon.endpoint) == []
+        told: list[tuple[int, int]] = []
+        problems = admin.check_data(daemon.endpoint, progress=lambda *numbers: told.append(numbers))
+        assert len(problems) == 2
+        assert all("not the bytes that were written" in problem for problem in problems)
+        assert told[-1] == (100, 100)
+        found = kvstore("check", "--data", "--json", "--endpoint", daemon.endpoint)
+        assert (found.returncode, json.loads(found.stdout)) == (0, {"problems": []})
+        tier = fs_tier(daemon)
+        assert (tier["corruptions"], tier["quarantined_slots"], tier["chunks"]) == (2, 2, 98)
+        assert tier["scrubbed_chunks"] == 198
+        assert client.lookup("salt", KEYS[7:10]) == [Lookup.MISS, Lookup.MISS, Lookup.FS]
+
+
+def test_check_data_ends_when_its_caller_hangs_up(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+        wait_for_disk(daemon, 100)
+        command = [sys.executable, "-m", "kvstore.cli", "check", "--data", "--bytes-per-s", "100kB"]
+        with subprocess.Popen([*command, "--endpoint", daemon.endpoint], stderr=subprocess.DEVNULL) as slow:
+            eventually(lambda: fs_tier(daemon)["scrubbed_chunks"] > 0, "the first chunks are read")
+            slow.kill()
+        eventually(lambda: [s["role"] for s in daemon.stats()["sessions"]] == ["client", "admin"], "it has gone")  # type: ignore[attr-defined]
+        assert fs_tier(daemon)["scrubbed_chunks"] < 100
+        assert admin.check_data(daemon.endpoint) == []
+
+
+def test_the_background_scrub_finds_what_has_gone_bad(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+    flip(slab_with(fs_dir, payload(7)), payload(7))
+    with running_daemon(arguments=[*fs_flags(fs_dir), "--scrub-bytes-per-s", "100MB"]) as daemon:
+        eventually(lambda: fs_tier(daemon)["scrubbed_chunks"] == 100, "every chunk is read")
+        tier = fs_tier(daemon)
+        assert (tier["corruptions"], tier["chunks"]) == (1, 99)
 
 
 def test_what_an_operator_removed_is_in_no_tier_and_does_not_come_back(fs_dir: Path) -> None:
@@ -283,3 +344,37 @@ def test_a_directory_removed_under_load_costs_the_tier_only(fs_dir: Path) -> Non
         assert client.put("salt", {key(100): payload(100)}) == {key(100): Stored()}
         os.mkdir(fs_dir, 0o700)
         eventually(lambda: fs_tier(daemon)["sick"] == "", "it is back")
+
+
+def test_write_back_writes_before_it_evicts_and_all_of_it_at_a_stop(fs_dir: Path) -> None:
+    flags = [*fs_flags(fs_dir), "--write-policy", "write_back"]
+    with (
+        running_daemon(cpu_bytes=64 * 12_288, arguments=flags) as daemon,
+        client_of(daemon) as client,
+    ):
+        client.put("salt", {key(name): payload(name) for name in range(8)})
+        assert fs_tier(daemon)["chunks"] == 0
+        for name in range(8, 100):
+            client.put("salt", {key(name): payload(name)})
+            if name >= 63:  # full: an eighth of it is soon on disk
+                eventually(lambda name=name: fs_tier(daemon)["chunks"] >= name - 64 + 8, "what goes next is written")
+        assert (daemon.tier()["evictions"], fs_tier(daemon)["dropped_stores"]) == (36, 0)
+        on_disk = fs_tier(daemon)["chunks"]
+        assert 36 <= on_disk < 100
+    with running_daemon(arguments=flags) as daemon, client_of(daemon) as client:
+        wait_for_disk(daemon, 100)
+        assert client.get("salt", KEYS) == PAYLOADS
+
+
+def test_selective_writes_what_was_used_again(fs_dir: Path) -> None:
+    flags = [*fs_flags(fs_dir), "--write-policy", "selective"]
+    with running_daemon(arguments=flags) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+
+        def used_again() -> bool:
+            assert client.get("salt", KEYS[:3]) == PAYLOADS[:3]
+            return fs_tier(daemon)["chunks"] == 3
+
+        eventually(used_again, "three chunks are on disk")
+    with running_daemon(arguments=flags) as daemon:
+        wait_for_disk(daemon, 3)

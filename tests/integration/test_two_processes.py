@@ -1,5 +1,6 @@
 """Chunks from one process to another, and what is left when one of them, or the daemon, dies."""
 
+import math
 import os
 import queue
 import resource
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import admin
+from kvstore import client as client_module
 from kvstore import steps as steps_module
-from kvstore._native import fill, slot_offset
+from kvstore._native import Finished, fill, slot_offset
 from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
 from kvstore.errors import SeedMismatch, Unavailable
 from kvstore.rpc.handover import Hello
@@ -93,6 +96,50 @@ def test_a_tier_whose_slots_are_all_leased_or_granted_rejects() -> None:
         steps.settle(WAIT_S)
         assert client.put("s", {key(2): payload(2, size)}) == {key(2): Stored()}
         assert client.get("s", [key(1), key(2)]) == [payload(1, size), payload(2, size)]
+
+
+def test_slots_for_the_next_put_come_with_the_outcomes_of_this_one_and_end_with_a_removal() -> None:
+    with running_daemon() as daemon, client_of(daemon) as client:
+        connection = client._connection
+        assert connection is not None
+        steps = connection._steps
+        assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
+        assert steps.grants_free == 0  # this may have been the only one
+        steps.keep_grants(keep=True)  # so that the clock has no say in this
+        connection._put_ended_s = math.inf
+        assert client.put("s", {key(name): payload(name) for name in range(2, 7)}) == dict.fromkeys(
+            map(key, range(2, 7)), Stored()
+        )
+        assert steps.grants_free == 5
+        assert admin.remove(daemon.endpoint, admin.selection())["evicted_chunks"] == 6
+        assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
+        assert client.get("s", [key(1)]) == [payload(1)]
+        steps.keep_grants(keep=False)
+        eventually(lambda: daemon.tier()["granted_bytes"] == 0, "slots kept for a next put go back")
+
+
+def test_a_put_whose_second_part_fails_leaves_its_first_part_and_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "PUT_PART_BYTES_MIN", CHUNK_BYTES)
+    chunks = {key(name): payload(name) for name in range(8)}
+    with running_daemon() as daemon, client_of(daemon) as client:
+        connection = client._connection
+        assert connection is not None
+        ended_copy, parts = connection._ended_copy, []
+
+        def failing_at_the_second(job: int) -> Finished:
+            parts.append(job)
+            if len(parts) == 2:
+                raise OSError("the copy failed")
+            return ended_copy(job)
+
+        connection._ended_copy = failing_at_the_second  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="the copy failed"):
+            client.put("s", chunks)
+        eventually(lambda: daemon.tier()["granted_bytes"] == 0, "the slots of the second part are free again")
+        assert client.lookup("s", list(chunks)) == [Lookup.CPU] * 6 + [Lookup.MISS] * 2
+        connection._ended_copy = ended_copy  # type: ignore[method-assign]
+        assert list(client.put("s", chunks).values()) == [Present()] * 6 + [Stored()] * 2
+        assert client.get("s", list(chunks)) == list(chunks.values())
 
 
 def test_a_chain_longer_than_the_tier_keeps_its_head_and_its_tail_is_rejected() -> None:

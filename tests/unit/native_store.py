@@ -46,7 +46,12 @@ class NativeStore:
 
 @contextmanager
 def native_store(
-    arena_bytes: int = 16 * 64 * KIB, *, entries: int = 1000, prefaulted: int | None = None, verify: bool = False
+    arena_bytes: int = 16 * 64 * KIB,
+    *,
+    entries: int = 1000,
+    prefaulted: int | None = None,
+    eviction_policy: str = "lru",
+    verify: bool = False,
 ) -> Iterator[NativeStore]:
     unit_bytes = _native.Index.unit_bytes_for(arena_bytes)
     table_bytes = _native.Index.table_bytes_for(entries, arena_bytes, unit_bytes)
@@ -61,6 +66,7 @@ def native_store(
             unit_bytes=unit_bytes,
             index_key=INDEX_KEY,
             instance_id=INSTANCE,
+            eviction_policy=eviction_policy,
             verify=verify,
         )
         index.set_prefaulted(arena_bytes if prefaulted is None else prefaulted)

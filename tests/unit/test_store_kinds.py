@@ -87,12 +87,13 @@ def test_grants_of_one_kind_only(store: Store, scheduler: Session) -> None:
 
 def test_kinds_of_one_group_share_its_part_of_the_arena() -> None:
     store = make_store(64 << 20)
-    attach(store, WORKER, kinds())
+    sizes = (32 << 10, 96 << 10)
+    attach(store, WORKER, kinds(sizes, (0, 0), sizes))
     session = attach(store, SCHEDULER, [])
     sixteenth = (64 << 20) // 16
     reply = step(store, session, grants_wanted=[10_000, 10_000])
     held = [len(grants.slots) for grants in reply.grants]
-    assert held == [sixteenth // SIZES[0], limits.GRANTS_PER_KIND_MIN]
+    assert held == [sixteenth // sizes[0], limits.GRANTS_PER_KIND_MIN]
     assert [grants.short for grants in reply.grants] == [store_pb2.OUTCOME_NOT_GRANTED] * 2
     assert store.problems() == []
 

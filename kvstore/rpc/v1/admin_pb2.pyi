@@ -135,12 +135,28 @@ class CheckReply(_message.Message):
     problems: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class CheckDataRequest(_message.Message):
+    __slots__ = ("bytes_per_s",)
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    bytes_per_s: int
+    def __init__(self, bytes_per_s: _Optional[int] = ...) -> None: ...
+
+class CheckDataPage(_message.Message):
+    __slots__ = ("chunks_read", "chunks", "problems")
+    CHUNKS_READ_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    chunks_read: int
+    chunks: int
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, chunks_read: _Optional[int] = ..., chunks: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("name", "capacity_bytes", "used_bytes", "granted_bytes", "pinned_bytes", "overhead_bytes", "chunks", "hits", "misses", "evictions", "corruptions", "ready_bytes", "removals", "sick", "dropped_stores")
+    __slots__ = ("name", "capacity_bytes", "used_bytes", "granted_bytes", "pinned_bytes", "overhead_bytes", "chunks", "hits", "misses", "evictions", "corruptions", "ready_bytes", "removals", "sick", "dropped_stores", "quarantined_slots", "scrubbed_chunks", "unindexed_chunks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +172,9 @@ class TierStats(_message.Message):
     REMOVALS_FIELD_NUMBER: _ClassVar[int]
     SICK_FIELD_NUMBER: _ClassVar[int]
     DROPPED_STORES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SCRUBBED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    UNINDEXED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     capacity_bytes: int
     used_bytes: int
@@ -171,7 +190,10 @@ class TierStats(_message.Message):
     removals: int
     sick: str
     dropped_stores: int
-    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., granted_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., corruptions: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., removals: _Optional[int] = ..., sick: _Optional[str] = ..., dropped_stores: _Optional[int] = ...) -> None: ...
+    quarantined_slots: int
+    scrubbed_chunks: int
+    unindexed_chunks: int
+    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., granted_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., corruptions: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., removals: _Optional[int] = ..., sick: _Optional[str] = ..., dropped_stores: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., scrubbed_chunks: _Optional[int] = ..., unindexed_chunks: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("role", "group", "pid", "uid", "rank", "namespace_ids")

@@ -64,6 +64,11 @@ class AdminStub(object):
                 request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckRequest.SerializeToString,
                 response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckReply.FromString,
                 _registered_method=True)
+        self.CheckData = channel.unary_stream(
+                '/kvstore.rpc.v1.Admin/CheckData',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckDataRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckDataPage.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -110,6 +115,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckData(self, request, context):
+        """Reads every chunk on disk, beside the daemon's other work. A bad one is forgotten. Pages come now and then, and the
+        last one when all was read; a caller that hangs up ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -142,6 +155,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Check,
                     request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckRequest.FromString,
                     response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckReply.SerializeToString,
+            ),
+            'CheckData': grpc.unary_stream_rpc_method_handler(
+                    servicer.CheckData,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckDataRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckDataPage.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -306,6 +324,33 @@ class Admin(object):
             '/kvstore.rpc.v1.Admin/Check',
             kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckRequest.SerializeToString,
             kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckData(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/CheckData',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckDataRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckDataPage.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,243 @@
+#include "policy.h"
+
+#include <algorithm>
+#include <cassert>
+#include <iterator>
+#include <stdexcept>
+
+namespace kvstore {
+namespace {
+
+constexpr std::uint64_t PROBATION_SHARE = 20;
+constexpr std::uint64_t GHOSTS_PER_CHUNK = 2;
+constexpr std::uint64_t GHOSTS_MIN = 65'536;
+constexpr std::size_t SAMPLE_MAX = 4'096;
+constexpr std::uint64_t LEARN_TICKS_MIN = 1'024;
+constexpr std::uint64_t LEARN_SHARE = 4;    // after as many ticks as a quarter of the tracked chunks
+constexpr std::uint64_t HALVE_PERIODS = 4;  // after as many ticks as four times what can be tracked
+constexpr std::uint64_t UNTOUCHED_TICKS_MAX = 64;
+constexpr std::uint64_t UNTOUCHED_SHARE = 8;
+
+}  // namespace
+
+Rule rule_named(const std::string& name) {
+    if (name == "lru") return Rule::LRU;
+    if (name == "probation") return Rule::PROBATION;
+    if (name == "adaptive") return Rule::ADAPTIVE;
+    throw std::invalid_argument("eviction policy '" + name + "' is none of lru, probation and adaptive");
+}
+
+// ---- Leaves ----
+
+void Leaves::list(Place& place, const Leaf& leaf, unsigned use_class, bool orphan) {
+    assert(!place.listed());
+    const unsigned set = orphan ? ORPHANS : use_class;
+    place.at = sets_[set].insert(sets_[set].end(), leaf);  // most were used just now
+    place.set = static_cast<std::uint8_t>(set);
+}
+
+void Leaves::unlist(Place& place) {
+    if (!place.listed()) return;
+    sets_[place.set].erase(place.at);
+    place = Place{};
+}
+
+std::uint64_t Leaves::residents() const {
+    std::uint64_t count = 0;
+    for (const std::uint64_t residents : residents_) count += residents;
+    return count;
+}
+
+std::size_t Leaves::leaf_count() const {
+    std::size_t count = 0;
+    for (const auto& set : sets_) count += set.size();
+    return count;
+}
+
+std::optional<Leaf> Leaves::after(const Place& place) const {
+    const auto next = std::next(place.at);
+    if (next == sets_[place.set].end()) return std::nullopt;
+    return *next;
+}
+
+std::optional<std::uint64_t> Leaves::oldest_tick() const {
+    if (!orphans().empty()) return 0;
+    std::optional<std::uint64_t> oldest;
+    for (unsigned c = 0; c < USE_CLASSES; ++c) {
+        if (sets_[c].empty()) continue;
+        oldest = std::min(oldest.value_or(UINT64_MAX), sets_[c].begin()->tick);
+    }
+    return oldest;
+}
+
+// ---- Policy: how chunks were used ----
+
+Policy::Policy(Rule rule, std::uint64_t chunks_max)
+    : rule_(rule), ghosts_(rule == Rule::LRU ? 0 : std::max(GHOSTS_PER_CHUNK * chunks_max, GHOSTS_MIN)) {}
+
+unsigned Policy::use_class(std::uint32_t uses) const {
+    switch (rule_) {
+        case Rule::LRU:
+            return 0;
+        case Rule::PROBATION:
+            return uses > 1 ? 1 : 0;
+        case Rule::ADAPTIVE:
+            return use_class_of(uses);
+    }
+    return 0;
+}
+
+Uses Policy::arrived(const Digest& digest, std::uint64_t now, bool is_use) {
+    ++resident_count_;
+    Uses uses = ghosts_.take(digest).value_or(Uses{now, 0});
+    if (is_use) {
+        used(digest, uses, now);
+    } else {
+        sample(digest, uses);
+    }
+    return uses;
+}
+
+void Policy::used(const Digest& digest, Uses& uses, std::uint64_t now) {
+    if (rule_ == Rule::ADAPTIVE && uses.count > 0 && is_sampled(digest)) {
+        comeback_.hit(use_class_of(uses.count), now - uses.last);
+    }
+    if (uses.count < UINT32_MAX) ++uses.count;
+    uses.last = now;
+    sample(digest, uses);
+    learn_if_due(now);
+}
+
+void Policy::missed(const Digest& digest, std::uint64_t now) {
+    if (rule_ == Rule::LRU) return;
+    Uses uses = ghosts_.take(digest).value_or(Uses{now, 0});
+    used(digest, uses, now);
+    leave_ghost(digest, uses, now);
+}
+
+void Policy::evicted(const Digest& digest, const Uses& uses, std::uint64_t now) {
+    --resident_count_;
+    if (rule_ != Rule::LRU) leave_ghost(digest, uses, now);
+}
+
+void Policy::removed(const Digest& digest, std::uint64_t now) {
+    --resident_count_;
+    sample_.erase(digest);
+    forget_surplus(now);
+}
+
+std::uint64_t Policy::ghosts_max() const {
+    return std::max(GHOSTS_PER_CHUNK * resident_count_, GHOSTS_MIN);
+}
+
+void Policy::leave_ghost(const Digest& digest, const Uses& uses, std::uint64_t now) {
+    ghosts_.add(digest, uses);
+    forget_surplus(now);
+}
+
+void Policy::forget_surplus(std::uint64_t now) {
+    while (ghosts_.size() > ghosts_max()) {  // few: the most changes by two for each chunk that goes
+        const auto ghost = ghosts_.take_oldest();
+        if (rule_ != Rule::ADAPTIVE || !is_sampled(ghost->digest)) continue;
+        comeback_.gone(use_class_of(ghost->uses.count), now - ghost->uses.last);
+        sample_.erase(ghost->digest);
+    }
+}
+
+void Policy::sample(const Digest& digest, const Uses& uses) {
+    if (rule_ != Rule::ADAPTIVE || !is_sampled(digest)) return;
+    sample_[digest] = uses;
+    if (sample_.size() <= SAMPLE_MAX) return;
+    sample_bound_ /= 2;
+    std::erase_if(sample_, [this](const auto& sampled) { return !is_sampled(sampled.first); });
+    comeback_.halve();
+}
+
+void Policy::learn_if_due(std::uint64_t now) {
+    if (rule_ != Rule::ADAPTIVE || now < learn_at_) return;
+    const std::uint64_t tracked = resident_count_ + ghosts_.size();
+    learn_at_ = now + std::max(LEARN_TICKS_MIN, tracked / LEARN_SHARE);
+    Comeback::Counts<std::uint32_t> live{};
+    for (const auto& [digest, uses] : sample_) {
+        ++live[use_class_of(uses.count)][age_bucket_of(now - uses.last)];
+    }
+    comeback_.learn(live);
+    if (now < halve_at_) return;
+    if (halve_at_ > 0) comeback_.halve();
+    halve_at_ = now + HALVE_PERIODS * (resident_count_ + ghosts_max());
+}
+
+// ---- Policy: who goes ----
+
+std::optional<Victim> Policy::victim(const Leaves& leaves, std::uint64_t now) const {
+    if (!leaves.orphans().empty()) {
+        const Leaf& oldest = *leaves.orphans().begin();
+        return Victim{false, 0, oldest.tick, oldest.record};
+    }
+    switch (rule_) {
+        case Rule::LRU:
+            return least_rank(leaves, now, 0);
+        case Rule::PROBATION: {
+            const bool crowded = leaves.residents(0) * PROBATION_SHARE > leaves.residents();
+            for (const unsigned c : {crowded ? 0U : 1U, crowded ? 1U : 0U}) {
+                if (leaves.of_class(c).empty()) continue;
+                const Leaf& oldest = *leaves.of_class(c).begin();
+                return Victim{true, static_cast<double>(c), oldest.tick, oldest.record};
+            }
+            return std::nullopt;
+        }
+        case Rule::ADAPTIVE: {
+            const std::uint64_t window =
+                std::clamp<std::uint64_t>(leaves.residents() / UNTOUCHED_SHARE, 1, UNTOUCHED_TICKS_MAX);
+            const auto found = least_rank(leaves, now, window);
+            return found ? found : least_rank(leaves, now, 0);
+        }
+    }
+    return std::nullopt;
+}
+
+// Of each use class the least and the most recently used leaf, but none used within the last `untouched_for` ticks.
+std::optional<Victim> Policy::least_rank(const Leaves& leaves, std::uint64_t now, std::uint64_t untouched_for) const {
+    std::optional<Victim> least;
+    if (now < untouched_for) return least;
+    const Leaf newest_allowed{now - untouched_for, UINT32_MAX};
+    const auto consider = [&](const Leaf& leaf, unsigned use_class) {
+        const Victim candidate{true, rank(leaf, use_class, now), leaf.tick, leaf.record};
+        if (!least || candidate < *least) least = candidate;
+    };
+    for (unsigned c = 0; c < USE_CLASSES; ++c) {
+        const std::set<Leaf>& set = leaves.of_class(c);
+        if (set.empty() || *set.begin() > newest_allowed) continue;
+        consider(*set.begin(), c);
+        if (rule_ != Rule::LRU) consider(*std::prev(set.upper_bound(newest_allowed)), c);
+    }
+    return least;
+}
+
+double Policy::rank(const Leaf& leaf, unsigned use_class, std::uint64_t now) const {
+    switch (rule_) {
+        case Rule::LRU:
+            return 0;
+        case Rule::PROBATION:
+            return use_class;
+        case Rule::ADAPTIVE:
+            return comeback_.rank(use_class, now - leaf.tick);
+    }
+    return 0;
+}
+
+Victim Policy::weigh(const Leaf& leaf, std::uint32_t uses, bool orphan, std::uint64_t now) const {
+    return {!orphan, orphan ? 0 : rank(leaf, use_class(uses), now), leaf.tick, leaf.record};
+}
+
+std::vector<std::string> Policy::problems() const {
+    std::vector<std::string> problems;
+    if (ghosts_.size() > ghosts_max()) {
+        problems.push_back(std::to_string(ghosts_.size()) + " chunks that have gone are remembered, more than " +
+                           std::to_string(ghosts_max()));
+    }
+    if (sample_.size() > SAMPLE_MAX) problems.push_back("the sample has " + std::to_string(sample_.size()) + " chunks");
+    return problems;
+}
+
+}  // namespace kvstore
