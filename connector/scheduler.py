@@ -142,6 +142,7 @@ class Prefetch:
 
 
 NOTHING_FOUND = Found(None, {})
+_HIT, _MISSED = LookupResult.HIT, LookupResult.MISS  # `lookup` is called for every key, and an enum's names are slow
 _FULL = (Outcome.REJECTED_TIER_FULL, Outcome.REJECTED_QUOTA, Outcome.REJECTED_TIER_SICK)
 
 
@@ -159,6 +160,7 @@ class Row:
     grants_expected: int = 0
     known_present: bool = False  # some of the chunks are in the store
     tail: tuple[int, int] | None = None  # place of the last chunk that is stored, or being stored
+    used: int = 0  # so many chunks, from the head, the daemon was told of: later touches are no further use
 
     def chunk_hashes(self, first: int, end: int | None = None) -> list[bytes]:
         """A chunk's hash is that of its last tokens."""
@@ -214,10 +216,11 @@ class Offers:
     """What vLLM offered of one row, and what is to become of it."""
 
     row: Row
-    last: int  # position of the last one offered
-    present: list[OffloadKey] = field(default_factory=list)
+    first: int  # positions of the first and the last one offered
+    last: int
+    present: list[Offer] = field(default_factory=list)
     wanted: list[Offer] = field(default_factory=list)
-    beyond: int = 0  # how many lie behind the end of the stored chain
+    refused: list[Offer] = field(default_factory=list)  # among them what lies behind the end of the stored chain
 
 
 @dataclass(slots=True, eq=False)
@@ -358,12 +361,13 @@ class SchedulerHalf(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         record = req_context.get_state(RequestRecord)
         if record is None:
-            return LookupResult.MISS
-        if record.found is None:  # not before vLLM asks: a request that skips the cache asks nothing
-            record.found = self._look_up(record, req_context.load_tier_filter)
-        if key in record.found.coming:
-            return LookupResult.RETRY
-        return LookupResult.HIT if key in record.found.chunks else LookupResult.MISS
+            return _MISSED
+        found = record.found
+        if found is None:  # not before vLLM asks: a request that skips the cache asks nothing
+            found = record.found = self._look_up(record, req_context.load_tier_filter)
+        if key in found.chunks:
+            return _HIT
+        return LookupResult.RETRY if key in found.coming else _MISSED
 
     def _look_up(self, record: RequestRecord, tiers: TierFilter) -> Found:
         attached = self._usable()
@@ -382,9 +386,10 @@ class SchedulerHalf(OffloadingManager):
                 if self._rules.stores:
                     self._expect(row, min(codes.count(MISS), row.geometry.stored_max(row.prompt_chunks)))
             places = zip(slots.tolist(), generations.tolist(), strict=True)
-            if from_cpu and not record.barred and codes.count(CPU) == len(codes):
-                chunks.update(zip(keys, places, strict=True))  # as usual; it must be quick
-            else:
+            in_memory = codes.count(CPU)
+            if in_memory == len(keys) and from_cpu and not record.barred:
+                chunks.update(zip(keys, places, strict=True))
+            elif in_memory:
                 chunks |= {
                     key: place
                     for key, code, place in zip(keys, codes, places, strict=True)
@@ -499,10 +504,14 @@ class SchedulerHalf(OffloadingManager):
         assert found.attached is not None, f"a load for request {req_context.req_id} without a hit"
         # vLLM loads what it asked about and was told to be there, but for a window it may round outwards.
         places = [found.chunks.get(key, NOWHERE) for key in keys]
-        for key, place in zip(keys, places, strict=True):
-            record.rows[self._kind(key)].known_present = True
+        for place in places:
             if place != NOWHERE:
                 found.attached.steps.lease(*place)
+        for kind, own in itertools.groupby(keys, self._kind):
+            row = record.rows[kind]
+            row.known_present = True
+            if not self._rules.stores:  # else every chunk is offered to `prepare_store`, which touches it
+                self._touch_loaded(found.attached, record, row, [get_offload_block_hash(key) for key in own])
         return self._prepare(found.attached, record, list(keys), places, is_store=False).spec
 
     # ---- stores
@@ -561,17 +570,17 @@ class SchedulerHalf(OffloadingManager):
     def _sort_out(self, attached: Attached, record: RequestRecord, row: Row, offers: list[Offer]) -> Offers:
         """What is in the store already, and what is to be."""
         tenant = record.tenant(attached)
-        sorted_out = Offers(row, offers[-1].position)
+        sorted_out = Offers(row, offers[0].position, offers[-1].position)
         hashes = [get_offload_block_hash(offer.key) for offer in offers]
         codes, slots, generations = self._find(attached, record, row, hashes)
         for i, (offer, code) in enumerate(zip(offers, codes, strict=True)):
             if row.chunk_hashes(offer.position, offer.position + 1) != [hashes[i]]:
                 continue  # the request's tokens were changed since vLLM noted this key: its bytes are another's
             if code in (CPU, PENDING):
-                sorted_out.present.append(offer.key)
+                sorted_out.present.append(offer)
                 row.tail = (int(slots[i]), int(generations[i]))
             elif row.refused_from is not None and offer.position >= row.refused_from:
-                sorted_out.beyond += 1
+                sorted_out.refused.append(offer)
             elif (tenant, offer.key) not in self._storing:
                 sorted_out.wanted.append(offer)
         return sorted_out
@@ -580,15 +589,17 @@ class SchedulerHalf(OffloadingManager):
         """Slots for what is wanted. Where there are fewer, a chain keeps its head and a window its tail."""
         row, wanted = offers.row, offers.wanted
         grants = self._take_grants(attached, len(wanted), row.kind)
-        self._touch(attached, record, row, offers)
-        self._count(metrics.REFUSED_STORES, offers.beyond)
-        if len(grants) < len(wanted):
+        lacking = len(wanted) - len(grants)
+        self._count(metrics.REFUSED_STORES, len(offers.refused))
+        if lacking:
             if row.geometry.is_chain:
-                offers.wanted = wanted[: len(grants)]
+                offers.wanted, refused = wanted[: len(grants)], wanted[len(grants) :]
             else:
-                offers.wanted = wanted[len(wanted) - len(grants) :]
-            self._refuse(row, wanted[len(grants)].position, len(wanted) - len(grants))
-        else:
+                offers.wanted, refused = wanted[lacking:], wanted[:lacking]
+            offers.refused += refused
+            self._refuse(row, refused[0].position, lacking)
+        self._touch(attached, record, offers)
+        if not lacking:
             prompt = min(row.grants_expected, max(0, row.prompt_chunks - offers.last - 1))
             answer = 1 if self._rules.stores_answers and not record.finished else 0
             self._expect(row, prompt + answer)
@@ -602,16 +613,32 @@ class SchedulerHalf(OffloadingManager):
         [parent] = row.chunk_hashes(position - 1, position)
         return parent
 
-    def _touch(self, attached: Attached, record: RequestRecord, row: Row, offers: Offers) -> None:
-        """Each offer keeps what it found young; the one that completes the prompt the whole row, so that no parent is
-        older than its child."""
+    def _touch(self, attached: Attached, record: RequestRecord, offers: Offers) -> None:
+        """Each offer keeps what it found young; the one that completes the prompt a whole chain, so that no parent is
+        older than its child. What is present or refused is used now; a commit speaks for the rest."""
+        row = offers.row
         row.known_present |= bool(offers.present)
-        if row.known_present and offers.last + 1 == row.prompt_chunks:
-            touched = row.chunk_hashes(0, offers.last + 1)
+        used = sorted((offer.position, offer.key) for offer in (*offers.present, *offers.refused))
+        if row.geometry.is_chain and row.known_present and offers.last + 1 == row.prompt_chunks:
+            head = max(row.used, offers.first)
+            touched = row.chunk_hashes(0, head)
+            touched += [get_offload_block_hash(key) for position, key in used if position >= head]
+            again = row.used
         else:
-            touched = [get_offload_block_hash(key) for key in offers.present]
+            touched = [get_offload_block_hash(key) for _, key in used]
+            again = sum(position < row.used for position, _ in used)
         if touched:
-            attached.steps.touch(record.tenant(attached), touched, kind=row.kind)
+            attached.steps.touch(record.tenant(attached), touched, again=again, kind=row.kind)
+        row.used = max(row.used, offers.last + 1)
+
+    def _touch_loaded(self, attached: Attached, record: RequestRecord, row: Row, loaded: list[bytes]) -> None:
+        touched, again = loaded, 0
+        if row.geometry.is_chain:
+            chain = row.chunk_hashes(0)
+            touched = chain[: chain.index(loaded[-1], row.lookup_from) + 1]
+            again = min(row.used, len(touched))
+            row.used = max(row.used, len(touched))
+        attached.steps.touch(record.tenant(attached), touched, again=again, kind=row.kind)
 
     def _refuse(self, row: Row, position: int, count: int) -> None:
         if row.geometry.is_chain and (row.refused_from is None or position < row.refused_from):

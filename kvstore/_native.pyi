@@ -428,9 +428,12 @@ class Index:
         """The same of those of the keys that were used at least so often. The request that stored a chunk is its first
         use."""
 
-    def set_quota(self, tenant: bytes, nbytes: int | None) -> None:
-        """What the tenant's slots may take; None: no limit. A commit beyond it evicts the tenant's own least recently
-        used chunks (not the parent it names), or is answered QUOTA. Takes time in proportion to what may be evicted."""
+    def set_quota(self, tenant: bytes, nbytes: int | None) -> int:
+        """What the tenant's slots may take; None: no limit. Returns what they take now (0 without a limit).
+
+        A commit beyond it evicts the tenant's own least recently used chunks (not the parent it names), or is answered
+        QUOTA, also where the parent it names is not there. Takes time in proportion to what may be evicted.
+        """
 
     def stats(self) -> dict[str, int]:
         """used_bytes granted_bytes pinned_bytes io_bytes chunks grants leases evictions unwritten_evictions ghosts

@@ -131,7 +131,10 @@ def remove(
     """Remove what is selected and not leased; what went, in all and by tier."""
     request = admin_pb2.RemoveRequest(what=what, older_than_ms=older_than_ms, bytes=nbytes, dry_run=dry_run)
     with _attached(endpoint) as (stub, metadata):
-        reply = stub.Remove(request, metadata=metadata, timeout=LONG_TIMEOUT_S)
+        return _removed(stub.Remove(request, metadata=metadata, timeout=LONG_TIMEOUT_S))
+
+
+def _removed(reply: admin_pb2.RemoveReply) -> dict[str, object]:
     by_tier = {
         tier.tier: {
             "evicted_chunks": tier.chunks,
@@ -145,6 +148,52 @@ def remove(
         for name in ("evicted_chunks", "evicted_bytes", "skipped_pinned")
     }
     return {**totals, "by_tier": by_tier}
+
+
+def set_quota(endpoint: str, what: admin_pb2.Selection, nbytes: int | None) -> dict[str, object]:
+    """What the tenant that `what` names may take in its tier, or in each; None: no limit. What had to go for it."""
+    with _attached(endpoint) as (stub, metadata):
+        request = admin_pb2.SetQuotaRequest(what=what, bytes=nbytes)
+        return _removed(stub.SetQuota(request, metadata=metadata, timeout=LONG_TIMEOUT_S))
+
+
+def quotas(endpoint: str, what: admin_pb2.Selection) -> list[dict[str, object]]:
+    """Of the tenant that `what` names, or of all; with what its chunks take now."""
+    with _attached(endpoint) as (stub, metadata):
+        pages = stub.Quotas(admin_pb2.QuotasRequest(what=what), metadata=metadata, timeout=LONG_TIMEOUT_S)
+        rows = [row for page in pages for row in page.quotas]
+        used: dict[tuple[bytes, str], int] = {}
+        usage = admin_pb2.UsageRequest(what=admin_pb2.Selection(tier=what.tier))
+        for page in stub.Usage(usage, metadata=metadata, timeout=LONG_TIMEOUT_S):
+            for row in page.usage:
+                used[row.tenant_id, row.tier] = used.get((row.tenant_id, row.tier), 0) + row.bytes
+    return [
+        {
+            "tenant_id": row.tenant_id.hex(),
+            "unsalted": row.unsalted,
+            "tier": row.tier,
+            "bytes": row.bytes,
+            "used_bytes": used.get((row.tenant_id, row.tier), 0),
+        }
+        for row in rows
+    ]
+
+
+def collect(endpoint: str, unused_ms: int, *, dry_run: bool = False) -> list[dict[str, object]]:
+    """Removes what is in namespaces that no session has used for so long; what went, or would go, for each."""
+    request = admin_pb2.CollectRequest(unused_ms=unused_ms, dry_run=dry_run)
+    with _attached(endpoint) as (stub, metadata):
+        return [
+            {
+                "namespace_id": row.namespace_id.hex(),
+                "document": json.loads(row.document) if row.document else None,
+                "unused_s": row.unused_s,
+                "chunks": sum(tier.chunks for tier in row.by_tier),
+                "bytes": sum(tier.bytes for tier in row.by_tier),
+                "by_tier": {tier.tier: {"chunks": tier.chunks, "bytes": tier.bytes} for tier in row.by_tier},
+            }
+            for row in stub.Collect(request, metadata=metadata)
+        ]
 
 
 def check(endpoint: str) -> list[str]:
@@ -201,6 +250,7 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
         "tenants": reply.tenants,
         "stores": reply.stores,
         "failed_loads": reply.failed_loads,
+        "eviction_policy": reply.eviction_policy,
         "poison_commits": reply.poison_commits,
         "problems": list(reply.problems),
     }

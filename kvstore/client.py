@@ -333,7 +333,7 @@ class _Connection:
             late = self._put_absent(tenant, keys, payloads, absent, refs, outcomes, ahead=ahead)
             if late:  # an operator removed chunks after these slots had come and, it may be, before this call
                 self._steps.return_grants()
-                self._put_absent(tenant, keys, payloads, late, refs, outcomes, ahead=0)
+                self._put_absent(tenant, keys, payloads, late, refs, outcomes, ahead=0, again=True)
             self._put_ended_s = time.monotonic()
         return outcomes
 
@@ -347,9 +347,11 @@ class _Connection:
         outcomes: dict[bytes, PutOutcome],
         *,
         ahead: int,
+        again: bool = False,
     ) -> list[int]:
         """Store those at the positions `absent`, write `outcomes` and `refs`. Returns the positions whose slots the
-        daemon had taken back. `ahead`: slots to ask for that only a later call will use."""
+        daemon had taken back. `ahead`: slots to ask for that only a later call will use. `again`: the call has used
+        its keys already."""
         tickets: list[int] = []
         while len(tickets) < len(absent):
             rest = absent[len(tickets) :]
@@ -363,7 +365,12 @@ class _Connection:
             for ref, position in zip(grants, batch, strict=True):
                 refs[position] = ref
             tickets += self._store(tenant, keys, payloads, batch, grants, later=len(rest) - len(batch) or ahead)
-        self._steps.touch(tenant, keys)
+        # One use of each: its commit's, or else this touch's; then the whole chain, so that no parent is older.
+        committed = set(absent[: len(tickets)])
+        if not again:
+            self._steps.touch(tenant, [key for position, key in enumerate(keys) if position not in committed])
+        if committed:
+            self._steps.touch(tenant, keys, again=len(keys))
         settled = self._steps.wait(tickets, self._timeout_s)
         late = []
         for position, outcome in zip(absent, settled, strict=False):
@@ -417,6 +424,7 @@ class _Connection:
         hits and misses, and touch the chain. A round that brings nothing is the last one."""
         deadline_s = time.monotonic() + timeout_s
         positions = list(range(len(keys)))
+        loaded: list[int] = []
         promoted = False
         while positions:
             codes, slots, generations = self.find(tenant, [keys[position] for position in positions])
@@ -425,13 +433,14 @@ class _Connection:
             self._steps.miss(len(codes) - len(found) - len(below))
             slots, generations = slots[found], generations[found]
             current = copy([positions[i] for i in found], slots, generations)
+            loaded += [positions[i] for i, same in zip(found, current, strict=True) if same]
             for slot, generation, same in zip(slots.tolist(), generations.tolist(), current, strict=True):
                 self._steps.release(slot, generation, loaded=bool(same), promoted=promoted)
             positions = below if found or not promoted else []
             promoted = True
             if positions:
                 self._promote(tenant, [keys[position] for position in positions[:PROMOTES_PER_ROUND]], deadline_s)
-        self._steps.touch(tenant, keys)
+        self._steps.touch(tenant, [keys[position] for position in sorted(loaded)])
         self._steps.flush()
 
     def _promote(self, tenant: bytes, keys: list[bytes], deadline_s: float) -> None:

@@ -15,6 +15,7 @@ STEPS_UNANSWERED_MAX = 16  # a sender waits for an answer then; the daemon remem
 SESSIONS_MAX = 1_024
 DESCRIPTORS_PER_SESSION = 3  # a socket, a pidfd and a gRPC connection
 NAMESPACES_MAX = 4_096  # documents kept
+QUOTAS_MAX = 10_000
 NAMESPACE_DOCUMENT_BYTES_MAX = 256 << 10
 GROUP_NAME_BYTES_MAX = 128
 WORLD_SIZE_MAX = 1_024

@@ -74,6 +74,7 @@ class _Chain:
     tenant: bytes
     keys: Sequence[bytes]
     kind: int
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Steps:
         self._promotes_sent = 0
         self._promotes_answered = 0
         self._operations = 0  # in the queues above
-        self._misses = 0
+        self._misses: deque[int] = deque()  # not guarded: a deque's append and popleft are whole by themselves
         self._wanted: Counter[int] = Counter()  # by kind, as all about grants
         self._tails: set[Ref] = set()
         self._probe: store_pb2.Probe | None = None
@@ -243,15 +244,16 @@ class Steps:
             self._releases.append((ref, loaded, promoted))
             self._operations += 1
 
-    def touch(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0) -> None:
-        """The chain was used: head first. Dropped when the queue is full."""
+    def touch(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0, again: int = 0) -> None:
+        """The chain was used: head first. Dropped when the queue is full. `again`: so many of its keys, from the head,
+        the same request used before, by a touch or a commit; this is no further use of those."""
         with self._lock:
             if not self._accepting() or self._operations + len(keys) > QUEUED_OPERATIONS_MAX:
                 return
-            ends = range(len(keys), 0, -OPERATIONS_PER_STEP_MAX)
-            self._touches.extend(
-                _Chain(tenant, keys[max(0, end - OPERATIONS_PER_STEP_MAX) : end], kind) for end in ends
-            )
+            for end in range(len(keys), 0, -OPERATIONS_PER_STEP_MAX):
+                begin = max(0, end - OPERATIONS_PER_STEP_MAX)
+                known = min(max(0, again - begin), end - begin)
+                self._touches.append(_Chain(tenant, keys[begin:end], kind, known))
             self._operations += len(keys)
 
     def promote(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0) -> int:
@@ -271,10 +273,9 @@ class Steps:
         return self._promotes_answered
 
     def miss(self, count: int) -> None:
-        """So many chunks were looked for and are in no tier."""
-        with self._lock:
-            if self._accepting():
-                self._misses += count
+        """So many chunks were looked for and are in no tier. Never waits, not even for the lock: a lookup ends here."""
+        if count and self._accepting():
+            self._misses.append(count)
 
     def probe(self, engine_family: str, hash_algorithm: str, value: bytes) -> None:
         """The engine's hash of the fixed token list; a refusal arrives as the group's state."""
@@ -476,7 +477,7 @@ class Steps:
             number=self._number,
             instance_id=self._session.instance_id,
             grants_wanted=[self._wanted[kind] for kind in range(max(self._wanted, default=-1) + 1)],
-            misses=self._misses,
+            misses=sum(self._misses.popleft() for _ in range(len(self._misses))),
             probe=self._probe,
             fresh_namespace=self._fresh,
             tails=map(_slot_ref, self._tails),
@@ -484,7 +485,6 @@ class Steps:
         if self._fresh:
             self._fresh_number = self._number
         self._wanted.clear()
-        self._misses = 0
         self._tails.clear()
         self._probe, self._fresh, self._ping = None, False, False
 
@@ -510,7 +510,7 @@ class Steps:
             room -= 1
         while self._touches and len(self._touches[0].keys) <= room:
             chain = self._touches.popleft()
-            request.touches.add(tenant=chain.tenant, keys=chain.keys, kind=chain.kind)
+            request.touches.add(tenant=chain.tenant, keys=chain.keys, kind=chain.kind, again=chain.again)
             room -= len(chain.keys)
         while self._promotes and len(self._promotes[0][0].keys) <= room:
             chain, _ = self._promotes.popleft()
@@ -600,6 +600,7 @@ class Steps:
             self._releases,
             self._touches,
             self._promotes,
+            self._misses,
         ):
             queue.clear()
         for free in self._grants.values():
@@ -610,7 +611,7 @@ class Steps:
         self._unanswered.clear()
         self._wanted.clear()
         self._grants_coming.clear()
-        self._operations = self._misses = 0
+        self._operations = 0
         self._probe, self._fresh, self._ping, self._flushing = None, False, False, False
         self._changed.notify_all()
 

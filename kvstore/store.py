@@ -43,8 +43,10 @@ from kvstore.errors import (
     SeedMismatch,
     Unavailable,
 )
+from kvstore.lastuse import LastUses
 from kvstore.movement import OWN_GROUP, Movement
 from kvstore.namespace import NAMESPACE_ID_BYTES, canonical_json, differing_fields, digest, seed_fingerprint
+from kvstore.quotas import CPU_TIER, Quotas
 from kvstore.rpc.v1 import admin_pb2, store_pb2
 from kvstore.tenant import TENANT_ID_BYTES, tenant_id
 from kvstore.tiers.base import ChunkId, Removed, Scope
@@ -54,8 +56,8 @@ TOKEN_BYTES = 32
 SEED_FIELD = "seed_fingerprint"
 CHUNK_BYTES_FIELD = "chunk_bytes"
 EPOCH_FIELD = "epoch"
+TIER = CPU_TIER
 CLIENT_GROUP_PREFIX = "client-"  # of the names that the daemon gives; nobody can join such a group
-TIER = "cpu"
 GRANTED_SHARE_OF_ARENA = 4  # all groups together: a quarter
 
 _REJECTED_TIER_FULL = store_pb2.OUTCOME_REJECTED_TIER_FULL
@@ -168,10 +170,12 @@ class Store:
         started_ms: int,
         movement: Movement | None = None,
         keep_document: Callable[[str], None] | None = None,
+        last_uses: LastUses | None = None,
         verify: bool = False,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
-        """`movement` None: there is no fs tier. `keep_document` is told of every namespace that is new here."""
+        """`movement` None: there is no fs tier. `keep_document` is told of every namespace that is new here.
+        `last_uses` None: nobody asks."""
         self.instance_id = instance_id
         self.index_key = index_key
         self.tenant_key = tenant_key
@@ -184,6 +188,8 @@ class Store:
         self._started_ms = started_ms
         self._movement = movement
         self._document_is_new = keep_document
+        self._last_uses = last_uses or LastUses(lambda: 0.0)
+        self.quotas = Quotas(tier.index, None if movement is None else movement.fs)
         self._verify = verify
         self._random_bytes = random_bytes
 
@@ -270,6 +276,7 @@ class Store:
         if group is None:
             del self._sessions[session.token]
             return
+        self._last_uses.used(_namespaces_of([group]))
         group.sessions.discard(session)
         if not group.sessions:
             self._index.end_leases(group.number)
@@ -337,7 +344,7 @@ class Store:
         if group.kinds and not group.refused:
             for chain in request.touches:
                 namespace = group.kinds[chain.kind].namespace
-                self._index.touch(namespace, chain.tenant, list(chain.keys), now_ms)
+                self._index.touch(namespace, chain.tenant, list(chain.keys), now_ms, again=chain.again)
                 if self._movement is not None:
                     self._movement.touched(namespace, chain.tenant, chain.keys)
         if self._movement is not None and group.complete() and not group.refused:
@@ -413,6 +420,7 @@ class Store:
             stores=self._stores,
             failed_loads=self._failed_loads,
             poison_commits=index["poison_commits"],
+            eviction_policy=self._tier.eviction_policy,
             problems=self.problems() if self._verify else (),
         )
 
@@ -459,6 +467,55 @@ class Store:
                 problems.append(f"group {group.name} has a session of a process that has ended")
         return problems
 
+    # -- namespaces that nobody uses, and quotas ------------------------------------------------------------------
+
+    def note_uses(self) -> None:
+        """The namespaces of all sessions are used just now."""
+        self._last_uses.used(_namespaces_of(self._groups.values()))
+
+    def document(self, namespace: bytes) -> str:
+        """ "" where it is not kept."""
+        return self._namespaces.get(namespace, "")
+
+    def unused_s(self, namespace: bytes) -> float | None:
+        """Since a session last used it; None: one does."""
+        return None if self._is_used(namespace) else self._last_uses.unused_s(namespace)
+
+    def forget_namespace(self, namespace: bytes) -> None:
+        """Its chunks have been removed."""
+        self._namespaces.pop(namespace, None)
+        self._last_uses.forget(namespace)
+
+    def _is_used(self, namespace: bytes) -> bool:
+        return namespace in _namespaces_of(self._groups.values())
+
+    def set_quota(self, request: admin_pb2.SetQuotaRequest) -> list[admin_pb2.RemoveRequest]:
+        """Holds from now on. Returns what is beyond it and has to go. NotFound, ProtocolError, LimitExceeded."""
+        namespace, tenant = self._named(request.what)
+        if namespace is not None or tenant is None:
+            raise ProtocolError("a quota is of one tenant, in all of its namespaces")
+        removals = []
+        for tier in self._tiers():
+            if request.what.tier not in ("", tier):
+                continue
+            excess = self.quotas.set(tenant, tier, request.bytes if request.HasField("bytes") else None)
+            if excess > 0:
+                what = admin_pb2.Selection(tenant_id=tenant, tier=tier)
+                removals.append(admin_pb2.RemoveRequest(what=what, bytes=excess))
+        return removals
+
+    def quota_pages(self, what: admin_pb2.Selection) -> Iterator[admin_pb2.QuotasPage]:
+        """NotFound, ProtocolError."""
+        _, tenant = self._named(what)
+        rows = [row for row in self.quotas if tenant in (None, row[0]) and what.tier in ("", row[1])]
+        for first in range(0, len(rows), limits.ROWS_PER_PAGE):
+            page = admin_pb2.QuotasPage()
+            for tenant, tier, nbytes in rows[first : first + limits.ROWS_PER_PAGE]:
+                page.quotas.add(tenant_id=tenant, unsalted=tenant == self._unsalted, tier=tier, bytes=nbytes)
+            yield page
+
+    # -- what is read only to be checked ---------------------------------------------------------------------------
+
     def chunks_on_disk(self) -> int:
         return 0 if self._movement is None else self._movement.fs.stats().chunks
 
@@ -476,7 +533,8 @@ class Store:
             if len(page.namespaces) == limits.ROWS_PER_PAGE or nbytes > limits.DOCUMENT_BYTES_PER_PAGE:
                 yield page
                 page, nbytes = admin_pb2.NamespacesPage(), 0
-            page.namespaces.add(namespace_id=namespace, document=document)
+            unused_s = 0.0 if self._is_used(namespace) else self._last_uses.unused_s(namespace)
+            page.namespaces.add(namespace_id=namespace, document=document, unused_s=unused_s)
             nbytes += len(document)
         yield page
 
@@ -619,9 +677,12 @@ class Store:
             return None
         return self._movement
 
+    def _tiers(self) -> list[str]:
+        return [TIER] if self._movement is None else [TIER, self._movement.fs.name]
+
     def _named(self, what: admin_pb2.Selection) -> tuple[bytes | None, bytes | None]:
         """Namespace and tenant, None for any. NotFound (the tier), ProtocolError."""
-        tiers = [TIER] if self._movement is None else [TIER, self._movement.fs.name]
+        tiers = self._tiers()
         if what.tier not in ("", *tiers):
             raise NotFound(f"this daemon has no tier {what.tier!r}; it has {', '.join(tiers)}")
         if what.namespace_id and len(what.namespace_id) != NAMESPACE_ID_BYTES:
@@ -766,8 +827,9 @@ class Store:
         if self._document_is_new is not None and namespace not in self._namespaces:
             self._document_is_new(document)
         self._namespaces[namespace] = document
+        self._last_uses.used([namespace])
         if len(self._namespaces) > limits.NAMESPACES_MAX:
-            in_use = {kind.namespace for group in self._groups.values() for kind in group.kinds} | {namespace}
+            in_use = _namespaces_of(self._groups.values()) | {namespace}
             oldest = next((kept for kept in self._namespaces if kept not in in_use), None)
             if oldest is not None:
                 del self._namespaces[oldest]  # its chunks stay; the next process of that namespace brings it again
@@ -894,6 +956,10 @@ class Store:
         self._hits += loaded - promoted
         self._fs_hits += promoted
         self._failed_loads += len(releases) - loaded
+
+
+def _namespaces_of(groups: Iterable[Group]) -> set[bytes]:
+    return {kind.namespace for group in groups for kind in group.kinds}
 
 
 async def _nothing() -> AsyncIterator[str | None]:

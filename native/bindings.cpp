@@ -777,7 +777,7 @@ NB_MODULE(_native, m) {
         .def(
             "set_quota",
             [](PyIndex& self, const nb::bytes& tenant, std::optional<std::uint64_t> nbytes) {
-                self.index.set_quota(id_of(tenant, "a tenant"), nbytes);
+                return self.index.set_quota(id_of(tenant, "a tenant"), nbytes);
             },
             "tenant"_a, "nbytes"_a.none())
         .def("stats", &PyIndex::stats)

@@ -138,8 +138,9 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     const Digest parent_digest = commit.parent.empty() ? Digest{} : hasher(commit.parent);
     const std::uint32_t parent =
         commit.parent.empty() ? NO_RECORD : find(parent_digest, name_space, commit.tenant, commit.parent);
+    const bool cut_off = !commit.parent.empty() && parent == NO_RECORD;
     if (Quota* quota = quota_of(commit.tenant);
-        quota != nullptr && !make_room_in(*quota, class_bytes(commit.at.slot), parent)) {
+        quota != nullptr && !make_room_in(*quota, class_bytes(commit.at.slot), parent, cut_off)) {
         if (in_lower) insert_lower(digest, Where::FS);
         if (is_use) policy_.missed(digest, ++tick_);
         drop_grant(group, commit.at.slot);

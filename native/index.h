@@ -171,7 +171,8 @@ class Index {
 
     // What the tenant's chunks may take here; nothing: no limit (quota.cpp). Chunks there are stay: the caller removes
     // the excess. A commit over the quota evicts the tenant's own least recently used chunks, or is refused.
-    void set_quota(const Id& tenant, std::optional<std::uint64_t> nbytes);
+    // Returns what they take now.
+    std::uint64_t set_quota(const Id& tenant, std::optional<std::uint64_t> nbytes);
 
     // Head first. One request is one use of each chunk: those `again` at the head it has used before, which makes them
     // young but does not count. A key that is not here, and that the request will not store, counts all the same.
@@ -296,7 +297,7 @@ class Index {
     bool is_unwritten(const Record& record) const { return record.live && !record.in_lower && record.io == 0; }
     Unwritten unwritten_at(std::uint32_t record) const;
     Quota* quota_of(const Id& tenant);
-    bool make_room_in(Quota& quota, std::uint64_t nbytes, std::uint32_t kept);
+    bool make_room_in(Quota& quota, std::uint64_t nbytes, std::uint32_t kept, bool cut_off);
     void quota_problems(std::vector<std::string>& problems) const;
     OwnLeaf own_leaf(std::uint32_t record) const { return {!records_[record].orphan, records_[record].tick, record}; }
     // Around every change of what decides whether and when a record is evicted.

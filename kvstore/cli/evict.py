@@ -4,12 +4,20 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.filesize import decimal
-from rich.table import Table
 
 from kvstore import admin
-from kvstore.cli.output import Endpoint, Json, NamespaceId, Salt, TenantId, Tier, positive, print_json, reported
+from kvstore.cli.output import (
+    Endpoint,
+    Json,
+    NamespaceId,
+    Salt,
+    TenantId,
+    Tier,
+    positive,
+    print_json,
+    print_removed,
+    reported,
+)
 from kvstore.config import parse_bytes, parse_duration_ms
 from kvstore.errors import ConfigurationError
 
@@ -41,7 +49,10 @@ def evict(
             nbytes=positive("--bytes", nbytes, parse_bytes),
             dry_run=dry_run,
         )
-    _print(removed, as_json=json, dry_run=dry_run)
+    if json:
+        print_json(removed)
+    else:
+        print_removed(removed, dry_run=dry_run)
 
 
 def clear(
@@ -57,16 +68,7 @@ def clear(
             held = sum(tier.chunks for tier in admin.stats(where).tiers)
             typer.confirm(f"Remove all {held} chunks of {where}?", abort=True, err=True)
         removed = admin.remove(where, admin.selection())
-    _print(removed, as_json=json, dry_run=False)
-
-
-def _print(removed: dict[str, object], *, as_json: bool, dry_run: bool) -> None:
-    if as_json:
+    if json:
         print_json(removed)
-        return
-    by_tier = removed["by_tier"]
-    assert isinstance(by_tier, dict)
-    table = Table("tier", "would go" if dry_run else "removed", "size", "skipped, pinned")
-    for name, tier in by_tier.items():
-        table.add_row(name, str(tier["evicted_chunks"]), decimal(tier["evicted_bytes"]), str(tier["skipped_pinned"]))
-    Console().print(table)
+    else:
+        print_removed(removed)

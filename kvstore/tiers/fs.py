@@ -255,6 +255,7 @@ class FsTier:
 
         self._read_health = Health(READ_FAILURES_MAX)
         self._write_health = Health(1)
+        self._quotas: dict[bytes, int] = {}  # by tenant
         self._directory_lost: str | None = None
         self._recovery_error: str | None = None
         self._no_growth_until_s = 0.0
@@ -305,6 +306,8 @@ class FsTier:
         self._recovery_error = None
         self._catalog = result.catalog
         self._catalog.on_change = self.on_change
+        for tenant, nbytes in self._quotas.items():
+            self._catalog.set_quota(tenant, nbytes)
         self._journal = Journal(result, self._directory, self._worker, self._options.commit_interval_s, self._step)
         self._opening = result.opening
         self._ready.set()
@@ -453,6 +456,8 @@ class FsTier:
         deadline_s = self._clock() + self._options.io_deadline_ms / 1000
         write = _Write(chunk, memory, slot_bytes, done, released, deadline_s)
         outcome = self._refusal(chunk)
+        if outcome is None and not self._make_room_in_quota(chunk.tenant, slot_bytes):
+            outcome = WriteOutcome.FULL
         self._writes_total += 1
         if outcome is not None:
             self._end_write(write, outcome)
@@ -474,6 +479,32 @@ class FsTier:
         if not self._write_health.may_try(self._clock()):
             return WriteOutcome.SICK
         return None
+
+    def set_quota(self, tenant: bytes, nbytes: int | None) -> int:
+        """What the tenant's slots may take here; None: no limit. Returns what they take now (0 without a limit).
+
+        A write beyond it evicts the tenant's own least recently used chunks, or is refused as FULL. What is there
+        already stays: the caller removes it.
+        """
+        if nbytes is None:
+            self._quotas.pop(tenant, None)
+        else:
+            self._quotas[tenant] = nbytes
+        return self._catalog.set_quota(tenant, nbytes)
+
+    def _make_room_in_quota(self, tenant: bytes, slot_bytes: int) -> bool:
+        catalog = self._catalog
+        if not catalog.is_limited(tenant):
+            return True
+        wanted = slot_bytes + sum(write.slot_bytes for chunk, write in self._writes.items() if chunk.tenant == tenant)
+        if wanted > self._quotas[tenant]:
+            return False
+        while catalog.beyond_quota(tenant, wanted):
+            oldest = catalog.oldest_of(tenant)
+            if oldest is None:
+                return False
+            self._evict(oldest, None)
+        return True
 
     def _pump(self, queue: _Queue) -> None:
         """Gives slots to waiting writes, and sees to it that enough more are coming."""
@@ -792,17 +823,22 @@ class FsTier:
 
     # Making room
 
-    def _evict(self, entry: Entry, queue: _Queue) -> None:
+    def _evict(self, entry: Entry, queue: _Queue | None) -> None:
+        """`queue`: whose writes wait for the slot; None: whose it is will be seen."""
         self._step("evicting")
         place = self._catalog.forget(entry)
         self._journal.forget(entry)
         self._counters.evictions += 1
-        queue.coming += 1
+        if queue is not None:
+            queue.coming += 1
 
         def committed() -> None:
-            queue.coming -= 1
             self._catalog.free(place, place.slab.ghosts.get(place.slot, frozenset()) | {entry.chunk})
-            self._pump(queue)
+            if queue is not None:
+                queue.coming -= 1
+                self._pump(queue)
+            else:
+                self._pump_all()
 
         self._journal.after_commit(committed)
 
@@ -1107,6 +1143,14 @@ class FsTier:
 
     async def drop_namespace(self, namespace_id: bytes) -> None:
         await self._ask(partial(self._directory.drop_namespace, namespace_id))
+
+    async def last_uses(self) -> dict[bytes, float]:
+        """When each namespace that has a document was last used, in seconds of the wall clock."""
+        return await self._ask(self._directory.last_uses)
+
+    async def note_use(self, namespace_id: bytes) -> None:
+        """It is used just now. A namespace without a document is left out."""
+        await self._ask(partial(self._directory.note_use, namespace_id))
 
     async def quotas(self) -> dict[str, dict[str, int]]:
         """Bytes by tenant id (hex) and tier."""

@@ -317,6 +317,20 @@ class FsDirectory:
             )
         self.write_small(fs_paths.namespace(digest(document)), document.encode())
 
+    def last_uses(self) -> dict[bytes, float]:
+        """By namespace: when its document was written or noted as used, in seconds of the wall clock."""
+        uses = {}
+        for base in self._names(fs_paths.NAMESPACES):
+            name = f"{fs_paths.NAMESPACES}/{base}"
+            if (namespace_id := fs_paths.namespace_id(name)) is not None:
+                uses[namespace_id] = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime
+        return uses
+
+    def note_use(self, namespace_id: bytes) -> None:
+        """The file's time is when the namespace was last used: nothing to write, and nothing to decode."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(fs_paths.namespace(namespace_id), dir_fd=self._fd, follow_symlinks=False)
+
     def drop_namespace(self, namespace_id: bytes) -> None:
         self._unlink(fs_paths.namespace(namespace_id))
 

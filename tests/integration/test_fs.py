@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore import admin
-from kvstore.client import Loaded, Lookup, Miss, Present, StoreClient, Stored
+from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
 from kvstore.errors import ProtocolError
 from kvstore.testing import Daemon, running_daemon, start_daemon
+from kvstore.tiers.fs_format import slot_bytes_for
 from tests.integration.conftest import (
     CHUNK_BYTES,
     WAIT_S,
@@ -378,3 +380,69 @@ def test_selective_writes_what_was_used_again(fs_dir: Path) -> None:
         eventually(used_again, "three chunks are on disk")
     with running_daemon(arguments=flags) as daemon:
         wait_for_disk(daemon, 3)
+
+
+DISK_SLOT_BYTES = slot_bytes_for(CHUNK_BYTES)
+
+
+def test_a_quota_on_disk_survives_a_restart_and_costs_the_tenant_its_own_oldest(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+        client.put("other", {key(1): payload(1)})
+        wait_for_disk(daemon, 101)
+        removed = admin.set_quota(daemon.endpoint, admin.selection(salt="salt", tier="fs"), 10 * DISK_SLOT_BYTES)
+        assert removed["by_tier"]["fs"]["evicted_chunks"] == 90  # type: ignore[index]
+        wait_for_disk(daemon, 11)
+        assert client.get("salt", KEYS) == PAYLOADS  # memory has no quota
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        wait_for_disk(daemon, 11)
+        [quota] = admin.quotas(daemon.endpoint, admin.selection(salt="salt"))
+        assert (quota["tier"], quota["bytes"], quota["used_bytes"]) == (
+            "fs",
+            10 * DISK_SLOT_BYTES,
+            10 * DISK_SLOT_BYTES,
+        )
+        names = range(200, 203)
+        client.put("salt", {key(name): payload(name) for name in names})
+        eventually(
+            lambda: (
+                {row["key"] for row in admin.chunks(daemon.endpoint, admin.selection(tier="fs"), limit=100)}
+                >= {key(name).hex() for name in names}
+            ),
+            "the new chunks are on disk",
+        )
+        assert (fs_tier(daemon)["chunks"], fs_tier(daemon)["dropped_stores"]) == (11, 0)
+        admin.set_quota(daemon.endpoint, admin.selection(salt="salt"), 0)
+        assert client.put("salt", {key(300): payload(300)}) == {key(300): Rejected(RejectReason.QUOTA)}
+        assert (fs_tier(daemon)["chunks"], daemon.tier()["chunks"]) == (1, 0)
+        admin.set_quota(daemon.endpoint, admin.selection(salt="salt"), None)
+        assert client.put("salt", {key(300): payload(300)}) == {key(300): Stored()}
+        wait_for_disk(daemon, 2)
+    assert json.loads((fs_dir / "quotas.json").read_text()) == {}
+
+
+def test_gc_knows_after_a_restart_when_a_namespace_was_last_used(fs_dir: Path) -> None:
+    hour_s = 3_600
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon:
+        for model in ("old", "new"):
+            with client_of(daemon, namespace={"model": model}) as client:
+                client.put("salt", {key(1): payload(1)})
+        wait_for_disk(daemon, 2)
+    documents = {path: json.loads(path.read_text())["model"] for path in (fs_dir / "namespaces").iterdir()}
+    assert sorted(documents.values()) == ["new", "old"]
+    [old] = [path for path, model in documents.items() if model == "old"]
+    os.utime(old, (time.time() - 50 * hour_s,) * 2)
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon:
+        wait_for_disk(daemon, 2)
+        eventually(lambda: daemon.stats()["namespaces"] == 2, "the documents are read")
+        assert admin.collect(daemon.endpoint, 51 * hour_s * 1_000, dry_run=True) == []
+        [row] = admin.collect(daemon.endpoint, 49 * hour_s * 1_000)
+        assert row["document"]["model"] == "old"  # type: ignore[index]
+        assert (row["unused_s"], row["chunks"]) == (pytest.approx(50 * hour_s, abs=hour_s), 1)
+        assert fs_tier(daemon)["chunks"] == 1
+        assert not old.exists()
+        with client_of(daemon, namespace={"model": "old"}) as client:  # it may come back, empty
+            assert client.lookup("salt", [key(1)]) == [Lookup.MISS]
+            eventually(old.exists, "its document is kept again")
+            assert [gone["document"]["model"] for gone in admin.collect(daemon.endpoint, 1)] == ["new"]  # type: ignore[index]
+            assert client.put("salt", {key(1): payload(1)}) == {key(1): Stored()}

@@ -49,6 +49,7 @@ class FakeDaemon:
         self.fs_hits = 0
         self.touched: list[tuple[bytes, ...]] = []
         self.touched_kinds: list[int] = []
+        self.used: Counter[bytes] = Counter()  # how often each key of the first kind: one request is one use
         self.probes: list[tuple[str, str, bytes]] = []
         self.misses = self.hits = self.failed_loads = 0
         self.on_grant: Callable[[int], None] = lambda _slot: None
@@ -90,6 +91,7 @@ class FakeDaemon:
         self.stored[place] = slot
         if kind == 0:
             self.parents[key] = parent
+            self.used[key] += 1
         else:
             assert not parent, "only chains name parents"  # later kinds are windows here
 
@@ -273,10 +275,12 @@ class FakeSteps:
             self.promotes_answered = self.promotes
         return self.promotes
 
-    def touch(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0) -> None:  # noqa: ARG002
+    def touch(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0, again: int = 0) -> None:  # noqa: ARG002
         if not self.broken:
             self.daemon.touched.append(tuple(keys))
             self.daemon.touched_kinds.append(kind)
+            if kind == 0:
+                self.daemon.used.update(keys[again:])
 
     def miss(self, count: int) -> None:
         if not self.broken:

@@ -994,6 +994,56 @@ def test_an_unmounted_directory_is_waited_for_and_nothing_is_written_below(tmp_p
     run(scenario)
 
 
+# Quotas
+
+
+async def chunks_of(bench: FsBench, tenant: int) -> list[int]:
+    return [
+        int.from_bytes(chunk.key[-8:], "big")
+        for chunk, _ in bench.tier.chunks()
+        if chunk.tenant == tenant.to_bytes(16, "big")
+    ]
+
+
+def test_a_tenant_beyond_its_quota_loses_its_own_oldest_chunks_only(tmp_path: Path) -> None:
+    slot = slot_bytes_for(CHUNK_BYTES)
+    limited = (1).to_bytes(16, "big")
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(3), tenant=0)
+            await store(bench, range(5), tenant=1)
+            assert bench.tier.set_quota(limited, 4 * slot) == 5 * slot  # what is there stays
+            bench.tier.touch([chunk_id(0, tenant=1)])
+            assert await bench.write(chunk_id(5, tenant=1)) is WriteOutcome.STORED
+            assert await chunks_of(bench, 1) == [3, 4, 0, 5]
+            assert await chunks_of(bench, 0) == [0, 1, 2]
+        async with fs_bench(tmp_path, wait_ready=False) as bench:
+            bench.tier.set_quota(limited, 2 * slot)  # before anything is known of what is there
+            await bench.tier.ready()
+            assert await bench.write(chunk_id(6, tenant=1)) is WriteOutcome.STORED
+            assert await chunks_of(bench, 1) == [5, 6]
+            bench.tier.set_quota(limited, None)
+            await store(bench, range(7, 10), tenant=1)
+            assert len(await chunks_of(bench, 1)) == 5
+
+    run(scenario)
+
+
+def test_writes_under_way_count_towards_a_quota(tmp_path: Path) -> None:
+    slot = slot_bytes_for(CHUNK_BYTES)
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            bench.tier.set_quota((1).to_bytes(16, "big"), 3 * slot)
+            outcomes = await asyncio.gather(*(bench.write(chunk_id(n, tenant=1), n) for n in range(8)))
+            assert outcomes.count(WriteOutcome.STORED) == 3
+            assert outcomes.count(WriteOutcome.FULL) == 5
+            assert bench.tier.stats().used_bytes == 3 * slot
+
+    run(scenario)
+
+
 # Scrub
 
 

@@ -1,6 +1,7 @@
 """Between the tiers, with the real index and a lower tier whose every answer the test decides."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -105,6 +106,19 @@ def chunk_of(number: int) -> ChunkId:
     return ChunkId(NAMESPACE, TENANT, key_of(number))
 
 
+_made: list[CpuTier] = []
+
+
+@pytest.fixture(autouse=True)
+def no_descriptors_left() -> Iterator[None]:
+    """A tier keeps its own until its process ends, and this one goes on."""
+    yield
+    while _made:
+        cpu = _made.pop()
+        os.close(cpu.arena_fd)
+        os.close(cpu.table_fd)
+
+
 def tiers_of(chunks: int, *, lower_bytes: int = 1 << 30, **options: object) -> Tiers:
     cpu = CpuTier(
         cpu_bytes=chunks * CHUNK,
@@ -113,6 +127,7 @@ def tiers_of(chunks: int, *, lower_bytes: int = 1 << 30, **options: object) -> T
         instance_id=INSTANCE,
         lower_bytes=lower_bytes,
     )
+    _made.append(cpu)
     cpu.set_ready(cpu.arena_bytes)
     fs = LowerTier()
     clock = [1_000]

@@ -22,12 +22,14 @@ class NamespacesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Namespace(_message.Message):
-    __slots__ = ("namespace_id", "document")
+    __slots__ = ("namespace_id", "document", "unused_s")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_S_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     document: str
-    def __init__(self, namespace_id: _Optional[bytes] = ..., document: _Optional[str] = ...) -> None: ...
+    unused_s: float
+    def __init__(self, namespace_id: _Optional[bytes] = ..., document: _Optional[str] = ..., unused_s: _Optional[float] = ...) -> None: ...
 
 class NamespacesPage(_message.Message):
     __slots__ = ("namespaces",)
@@ -125,6 +127,58 @@ class RemoveReply(_message.Message):
     by_tier: _containers.RepeatedCompositeFieldContainer[TierRemoval]
     def __init__(self, by_tier: _Optional[_Iterable[_Union[TierRemoval, _Mapping]]] = ...) -> None: ...
 
+class SetQuotaRequest(_message.Message):
+    __slots__ = ("what", "bytes")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    what: Selection
+    bytes: int
+    def __init__(self, what: _Optional[_Union[Selection, _Mapping]] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class QuotasRequest(_message.Message):
+    __slots__ = ("what",)
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    what: Selection
+    def __init__(self, what: _Optional[_Union[Selection, _Mapping]] = ...) -> None: ...
+
+class Quota(_message.Message):
+    __slots__ = ("tenant_id", "unsalted", "tier", "bytes")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    UNSALTED_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: bytes
+    unsalted: bool
+    tier: str
+    bytes: int
+    def __init__(self, tenant_id: _Optional[bytes] = ..., unsalted: bool = ..., tier: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class QuotasPage(_message.Message):
+    __slots__ = ("quotas",)
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    quotas: _containers.RepeatedCompositeFieldContainer[Quota]
+    def __init__(self, quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
+
+class CollectRequest(_message.Message):
+    __slots__ = ("unused_ms", "dry_run")
+    UNUSED_MS_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    unused_ms: int
+    dry_run: bool
+    def __init__(self, unused_ms: _Optional[int] = ..., dry_run: bool = ...) -> None: ...
+
+class CollectedNamespace(_message.Message):
+    __slots__ = ("namespace_id", "document", "unused_s", "by_tier")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_S_FIELD_NUMBER: _ClassVar[int]
+    BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    document: str
+    unused_s: float
+    by_tier: _containers.RepeatedCompositeFieldContainer[TierRemoval]
+    def __init__(self, namespace_id: _Optional[bytes] = ..., document: _Optional[str] = ..., unused_s: _Optional[float] = ..., by_tier: _Optional[_Iterable[_Union[TierRemoval, _Mapping]]] = ...) -> None: ...
+
 class CheckRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -212,7 +266,7 @@ class SessionStats(_message.Message):
     def __init__(self, role: _Optional[str] = ..., group: _Optional[str] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., rank: _Optional[int] = ..., namespace_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("instance_id", "uptime_s", "tiers", "sessions", "namespaces", "tenants", "stores", "failed_loads", "poison_commits", "problems")
+    __slots__ = ("instance_id", "uptime_s", "tiers", "sessions", "namespaces", "tenants", "stores", "failed_loads", "poison_commits", "problems", "eviction_policy")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +277,7 @@ class StatsReply(_message.Message):
     FAILED_LOADS_FIELD_NUMBER: _ClassVar[int]
     POISON_COMMITS_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     instance_id: bytes
     uptime_s: float
     tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
@@ -233,4 +288,5 @@ class StatsReply(_message.Message):
     failed_loads: int
     poison_commits: int
     problems: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, instance_id: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[int] = ..., tenants: _Optional[int] = ..., stores: _Optional[int] = ..., failed_loads: _Optional[int] = ..., poison_commits: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+    eviction_policy: str
+    def __init__(self, instance_id: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[int] = ..., tenants: _Optional[int] = ..., stores: _Optional[int] = ..., failed_loads: _Optional[int] = ..., poison_commits: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., eviction_policy: _Optional[str] = ...) -> None: ...

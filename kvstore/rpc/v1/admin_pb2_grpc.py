@@ -59,6 +59,21 @@ class AdminStub(object):
                 request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveRequest.SerializeToString,
                 response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.FromString,
                 _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/kvstore.rpc.v1.Admin/SetQuota',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.FromString,
+                _registered_method=True)
+        self.Quotas = channel.unary_stream(
+                '/kvstore.rpc.v1.Admin/Quotas',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.QuotasRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.QuotasPage.FromString,
+                _registered_method=True)
+        self.Collect = channel.unary_stream(
+                '/kvstore.rpc.v1.Admin/Collect',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectedNamespace.FromString,
+                _registered_method=True)
         self.Check = channel.unary_unary(
                 '/kvstore.rpc.v1.Admin/Check',
                 request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckRequest.SerializeToString,
@@ -108,6 +123,27 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetQuota(self, request, context):
+        """What a tenant's chunks may take in a tier. Answers when what is beyond it is gone. Forgotten at a restart where
+        there is no filesystem tier.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Quotas(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Collect(self, request, context):
+        """Removes what is in namespaces that no session has used for a while, and their documents; a page for each.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Check(self, request, context):
         """The daemon does nothing else meanwhile.
         """
@@ -150,6 +186,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Remove,
                     request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveRequest.FromString,
                     response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.SetQuotaRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.SerializeToString,
+            ),
+            'Quotas': grpc.unary_stream_rpc_method_handler(
+                    servicer.Quotas,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.QuotasRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.QuotasPage.SerializeToString,
+            ),
+            'Collect': grpc.unary_stream_rpc_method_handler(
+                    servicer.Collect,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectedNamespace.SerializeToString,
             ),
             'Check': grpc.unary_unary_rpc_method_handler(
                     servicer.Check,
@@ -297,6 +348,87 @@ class Admin(object):
             '/kvstore.rpc.v1.Admin/Remove',
             kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveRequest.SerializeToString,
             kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/SetQuota',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/Quotas',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.QuotasRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.QuotasPage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Collect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/Collect',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectedNamespace.FromString,
             options,
             channel_credentials,
             insecure,

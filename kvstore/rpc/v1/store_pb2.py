@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvstore/rpc/v1/store.proto\x12\x0ekvstore.rpc.v1\"\xbd\x01\n\rAttachRequest\x12\"\n\x04role\x18\x01 \x01(\x0e\x32\x14.kvstore.rpc.v1.Role\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12#\n\x05kinds\x18\x0b \x03(\x0b\x32\x14.kvstore.rpc.v1.Kind\x12\x18\n\x10seed_fingerprint\x18\t \x01(\x0c\x12\x12\n\nseed_shown\x18\n \x01(\tJ\x04\x08\x05\x10\t\"b\n\x04Kind\x12\x1a\n\x12namespace_document\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x02 \x01(\x04\x12\x14\n\x0crange_offset\x18\x03 \x01(\x04\x12\x13\n\x0brange_bytes\x18\x04 \x01(\x04\"i\n\x0b\x41ttachReply\x12\x13\n\x0binstance_id\x18\x01 \x01(\x0c\x12)\n\x05group\x18\x02 \x01(\x0b\x32\x1a.kvstore.rpc.v1.GroupState\x12\x1a\n\x12require_cache_salt\x18\x03 \x01(\x08\"e\n\nGroupState\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12(\n\x05kinds\x18\x05 \x03(\x0b\x32\x19.kvstore.rpc.v1.KindState\x12\x0f\n\x07refused\x18\x04 \x01(\tJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"6\n\tKindState\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63hunk_bytes\x18\x02 \x01(\x04\"+\n\x07SlotRef\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x06\"Z\n\x06\x43ommit\x12#\n\x02\x61t\x18\x01 \x01(\x0b\x32\x17.kvstore.rpc.v1.SlotRef\x12\x0e\n\x06tenant\x18\x02 \x01(\x0c\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x0e\n\x06parent\x18\x04 \x01(\x0c\"P\n\x07Release\x12#\n\x02\x61t\x18\x01 \x01(\x0b\x32\x17.kvstore.rpc.v1.SlotRef\x12\x0e\n\x06loaded\x18\x02 \x01(\x08\x12\x10\n\x08promoted\x18\x03 \x01(\x08\"3\n\x05\x43hain\x12\x0e\n\x06tenant\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0c\n\x04kind\x18\x03 \x01(\r\"E\n\x05Probe\x12\x15\n\rengine_family\x18\x01 \x01(\t\x12\x16\n\x0ehash_algorithm\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x0c\"\xb7\x03\n\x0bStepRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x13\n\x0binstance_id\x18\x02 \x01(\x0c\x12\x15\n\rgrants_wanted\x18\x03 \x03(\r\x12\'\n\x07\x63ommits\x18\x04 \x03(\x0b\x32\x16.kvstore.rpc.v1.Commit\x12\'\n\x06\x61\x62orts\x18\x05 \x03(\x0b\x32\x17.kvstore.rpc.v1.SlotRef\x12\'\n\x06leases\x18\x06 \x03(\x0b\x32\x17.kvstore.rpc.v1.SlotRef\x12)\n\x08releases\x18\x07 \x03(\x0b\x32\x17.kvstore.rpc.v1.Release\x12&\n\x07touches\x18\x08 \x03(\x0b\x32\x15.kvstore.rpc.v1.Chain\x12\x0e\n\x06misses\x18\t \x01(\x04\x12$\n\x05probe\x18\n \x01(\x0b\x32\x15.kvstore.rpc.v1.Probe\x12\x17\n\x0f\x66resh_namespace\x18\x0b \x01(\x08\x12\'\n\x08promotes\x18\r \x03(\x0b\x32\x15.kvstore.rpc.v1.Chain\x12&\n\x05tails\x18\x0c \x03(\x0b\x32\x17.kvstore.rpc.v1.SlotRef\"X\n\x06Grants\x12&\n\x05slots\x18\x01 \x03(\x0b\x32\x17.kvstore.rpc.v1.SlotRef\x12&\n\x05short\x18\x02 \x01(\x0e\x32\x17.kvstore.rpc.v1.Outcome\"\xa5\x01\n\tStepReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x06grants\x18\x06 \x03(\x0b\x32\x16.kvstore.rpc.v1.Grants\x12)\n\x08outcomes\x18\x04 \x03(\x0e\x32\x17.kvstore.rpc.v1.Outcome\x12)\n\x05group\x18\x05 \x01(\x0b\x32\x1a.kvstore.rpc.v1.GroupStateJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"C\n\rLookupRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\x0c\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\"3\n\x0bLookupReply\x12$\n\x05\x66ound\x18\x01 \x03(\x0e\x32\x15.kvstore.rpc.v1.Found*b\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_CLIENT\x10\x01\x12\x12\n\x0eROLE_SCHEDULER\x10\x02\x12\x0f\n\x0bROLE_WORKER\x10\x03\x12\x0e\n\nROLE_ADMIN\x10\x04*\xe0\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_STORED\x10\x01\x12\x13\n\x0fOUTCOME_PRESENT\x10\x02\x12\x1e\n\x1aOUTCOME_REJECTED_TIER_FULL\x10\x03\x12\x1a\n\x16OUTCOME_REJECTED_QUOTA\x10\x04\x12\x1e\n\x1aOUTCOME_REJECTED_ADMISSION\x10\x05\x12\x1e\n\x1aOUTCOME_REJECTED_TIER_SICK\x10\x06\x12\x17\n\x13OUTCOME_NOT_GRANTED\x10\x07*G\n\x05\x46ound\x12\x0e\n\nFOUND_MISS\x10\x00\x12\r\n\tFOUND_CPU\x10\x01\x12\x0c\n\x08\x46OUND_FS\x10\x02\x12\x11\n\rFOUND_PENDING\x10\x03\x32\x94\x01\n\x08Sessions\x12\x44\n\x06\x41ttach\x12\x1d.kvstore.rpc.v1.AttachRequest\x1a\x1b.kvstore.rpc.v1.AttachReply\x12\x42\n\x04Step\x12\x1b.kvstore.rpc.v1.StepRequest\x1a\x19.kvstore.rpc.v1.StepReply(\x01\x30\x01\x32N\n\x06\x43hunks\x12\x44\n\x06Lookup\x12\x1d.kvstore.rpc.v1.LookupRequest\x1a\x1b.kvstore.rpc.v1.LookupReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvstore/rpc/v1/store.proto\x12\x0ekvstore.rpc.v1\"\xbd\x01\n\rAttachRequest\x12\"\n\x04role\x18\x01 \x01(\x0e\x32\x14.kvstore.rpc.v1.Role\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12#\n\x05kinds\x18\x0b \x03(\x0b\x32\x14.kvstore.rpc.v1.Kind\x12\x18\n\x10seed_fingerprint\x18\t \x01(\x0c\x12\x12\n\nseed_shown\x18\n \x01(\tJ\x04\x08\x05\x10\t\"b\n\x04Kind\x12\x1a\n\x12namespace_document\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x02 \x01(\x04\x12\x14\n\x0crange_offset\x18\x03 \x01(\x04\x12\x13\n\x0brange_bytes\x18\x04 \x01(\x04\"i\n\x0b\x41ttachReply\x12\x13\n\x0binstance_id\x18\x01 \x01(\x0c\x12)\n\x05group\x18\x02 \x01(\x0b\x32\x1a.kvstore.rpc.v1.GroupState\x12\x1a\n\x12require_cache_salt\x18\x03 \x01(\x08\"e\n\nGroupState\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12(\n\x05kinds\x18\x05 \x03(\x0b\x32\x19.kvstore.rpc.v1.KindState\x12\x0f\n\x07refused\x18\x04 \x01(\tJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"6\n\tKindState\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63hunk_bytes\x18\x02 \x01(\x04\"+\n\x07SlotRef\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x06\"Z\n\x06\x43ommit\x12#\n\x02\x61t\x18\x01 \x01(\x0b\x32\x17.kvstore.rpc.v1.SlotRef\x12\x0e\n\x06tenant\x18\x02 \x01(\x0c\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x0e\n\x06parent\x18\x04 \x01(\x0c\"P\n\x07Release\x12#\n\x02\x61t\x18\x01 \x01(\x0b\x32\x17.kvstore.rpc.v1.SlotRef\x12\x0e\n\x06loaded\x18\x02 \x01(\x08\x12\x10\n\x08promoted\x18\x03 \x01(\x08\"B\n\x05\x43hain\x12\x0e\n\x06tenant\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\r\n\x05\x61gain\x18\x03 \x01(\r\x12\x0c\n\x04kind\x18\x04 \x01(\r\"E\n\x05Probe\x12\x15\n\rengine_family\x18\x01 \x01(\t\x12\x16\n\x0ehash_algorithm\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x0c\"\xb7\x03\n\x0bStepRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x13\n\x0binstance_id\x18\x02 \x01(\x0c\x12\x15\n\rgrants_wanted\x18\x03 \x03(\r\x12\'\n\x07\x63ommits\x18\x04 \x03(\x0b\x32\x16.kvstore.rpc.v1.Commit\x12\'\n\x06\x61\x62orts\x18\x05 \x03(\x0b\x32\x17.kvstore.rpc.v1.SlotRef\x12\'\n\x06leases\x18\x06 \x03(\x0b\x32\x17.kvstore.rpc.v1.SlotRef\x12)\n\x08releases\x18\x07 \x03(\x0b\x32\x17.kvstore.rpc.v1.Release\x12&\n\x07touches\x18\x08 \x03(\x0b\x32\x15.kvstore.rpc.v1.Chain\x12\x0e\n\x06misses\x18\t \x01(\x04\x12$\n\x05probe\x18\n \x01(\x0b\x32\x15.kvstore.rpc.v1.Probe\x12\x17\n\x0f\x66resh_namespace\x18\x0b \x01(\x08\x12\'\n\x08promotes\x18\r \x03(\x0b\x32\x15.kvstore.rpc.v1.Chain\x12&\n\x05tails\x18\x0c \x03(\x0b\x32\x17.kvstore.rpc.v1.SlotRef\"X\n\x06Grants\x12&\n\x05slots\x18\x01 \x03(\x0b\x32\x17.kvstore.rpc.v1.SlotRef\x12&\n\x05short\x18\x02 \x01(\x0e\x32\x17.kvstore.rpc.v1.Outcome\"\xa5\x01\n\tStepReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x06grants\x18\x06 \x03(\x0b\x32\x16.kvstore.rpc.v1.Grants\x12)\n\x08outcomes\x18\x04 \x03(\x0e\x32\x17.kvstore.rpc.v1.Outcome\x12)\n\x05group\x18\x05 \x01(\x0b\x32\x1a.kvstore.rpc.v1.GroupStateJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"C\n\rLookupRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\x0c\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\"3\n\x0bLookupReply\x12$\n\x05\x66ound\x18\x01 \x03(\x0e\x32\x15.kvstore.rpc.v1.Found*b\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_CLIENT\x10\x01\x12\x12\n\x0eROLE_SCHEDULER\x10\x02\x12\x0f\n\x0bROLE_WORKER\x10\x03\x12\x0e\n\nROLE_ADMIN\x10\x04*\xe0\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_STORED\x10\x01\x12\x13\n\x0fOUTCOME_PRESENT\x10\x02\x12\x1e\n\x1aOUTCOME_REJECTED_TIER_FULL\x10\x03\x12\x1a\n\x16OUTCOME_REJECTED_QUOTA\x10\x04\x12\x1e\n\x1aOUTCOME_REJECTED_ADMISSION\x10\x05\x12\x1e\n\x1aOUTCOME_REJECTED_TIER_SICK\x10\x06\x12\x17\n\x13OUTCOME_NOT_GRANTED\x10\x07*G\n\x05\x46ound\x12\x0e\n\nFOUND_MISS\x10\x00\x12\r\n\tFOUND_CPU\x10\x01\x12\x0c\n\x08\x46OUND_FS\x10\x02\x12\x11\n\rFOUND_PENDING\x10\x03\x32\x94\x01\n\x08Sessions\x12\x44\n\x06\x41ttach\x12\x1d.kvstore.rpc.v1.AttachRequest\x1a\x1b.kvstore.rpc.v1.AttachReply\x12\x42\n\x04Step\x12\x1b.kvstore.rpc.v1.StepRequest\x1a\x19.kvstore.rpc.v1.StepReply(\x01\x30\x01\x32N\n\x06\x43hunks\x12\x44\n\x06Lookup\x12\x1d.kvstore.rpc.v1.LookupRequest\x1a\x1b.kvstore.rpc.v1.LookupReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.rpc.v1.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1769
-  _globals['_ROLE']._serialized_end=1867
-  _globals['_OUTCOME']._serialized_start=1870
-  _globals['_OUTCOME']._serialized_end=2094
-  _globals['_FOUND']._serialized_start=2096
-  _globals['_FOUND']._serialized_end=2167
+  _globals['_ROLE']._serialized_start=1784
+  _globals['_ROLE']._serialized_end=1882
+  _globals['_OUTCOME']._serialized_start=1885
+  _globals['_OUTCOME']._serialized_end=2109
+  _globals['_FOUND']._serialized_start=2111
+  _globals['_FOUND']._serialized_end=2182
   _globals['_ATTACHREQUEST']._serialized_start=47
   _globals['_ATTACHREQUEST']._serialized_end=236
   _globals['_KIND']._serialized_start=238
@@ -54,21 +54,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELEASE']._serialized_start=741
   _globals['_RELEASE']._serialized_end=821
   _globals['_CHAIN']._serialized_start=823
-  _globals['_CHAIN']._serialized_end=874
-  _globals['_PROBE']._serialized_start=876
-  _globals['_PROBE']._serialized_end=945
-  _globals['_STEPREQUEST']._serialized_start=948
-  _globals['_STEPREQUEST']._serialized_end=1387
-  _globals['_GRANTS']._serialized_start=1389
-  _globals['_GRANTS']._serialized_end=1477
-  _globals['_STEPREPLY']._serialized_start=1480
-  _globals['_STEPREPLY']._serialized_end=1645
-  _globals['_LOOKUPREQUEST']._serialized_start=1647
-  _globals['_LOOKUPREQUEST']._serialized_end=1714
-  _globals['_LOOKUPREPLY']._serialized_start=1716
-  _globals['_LOOKUPREPLY']._serialized_end=1767
-  _globals['_SESSIONS']._serialized_start=2170
-  _globals['_SESSIONS']._serialized_end=2318
-  _globals['_CHUNKS']._serialized_start=2320
-  _globals['_CHUNKS']._serialized_end=2398
+  _globals['_CHAIN']._serialized_end=889
+  _globals['_PROBE']._serialized_start=891
+  _globals['_PROBE']._serialized_end=960
+  _globals['_STEPREQUEST']._serialized_start=963
+  _globals['_STEPREQUEST']._serialized_end=1402
+  _globals['_GRANTS']._serialized_start=1404
+  _globals['_GRANTS']._serialized_end=1492
+  _globals['_STEPREPLY']._serialized_start=1495
+  _globals['_STEPREPLY']._serialized_end=1660
+  _globals['_LOOKUPREQUEST']._serialized_start=1662
+  _globals['_LOOKUPREQUEST']._serialized_end=1729
+  _globals['_LOOKUPREPLY']._serialized_start=1731
+  _globals['_LOOKUPREPLY']._serialized_end=1782
+  _globals['_SESSIONS']._serialized_start=2185
+  _globals['_SESSIONS']._serialized_end=2333
+  _globals['_CHUNKS']._serialized_start=2335
+  _globals['_CHUNKS']._serialized_end=2413
 # @@protoc_insertion_point(module_scope)

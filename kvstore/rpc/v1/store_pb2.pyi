@@ -138,14 +138,16 @@ class Release(_message.Message):
     def __init__(self, at: _Optional[_Union[SlotRef, _Mapping]] = ..., loaded: bool = ..., promoted: bool = ...) -> None: ...
 
 class Chain(_message.Message):
-    __slots__ = ("tenant", "keys", "kind")
+    __slots__ = ("tenant", "keys", "again", "kind")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     tenant: bytes
     keys: _containers.RepeatedScalarFieldContainer[bytes]
+    again: int
     kind: int
-    def __init__(self, tenant: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., kind: _Optional[int] = ...) -> None: ...
+    def __init__(self, tenant: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., again: _Optional[int] = ..., kind: _Optional[int] = ...) -> None: ...
 
 class Probe(_message.Message):
     __slots__ = ("engine_family", "hash_algorithm", "value")
