@@ -228,6 +228,19 @@ class ChunkLayout:
         return turns
 
 
+def whole_chunks(chunk_count: int, block_count: int, first_block: int, blocks_per_chunk: int) -> range:
+    """Which of the chunks that a store job names have all their blocks in it.
+
+    vLLM leaves null blocks (a window's past) out of a job and says only how many blocks there are and where in the
+    request the first one lies. So what is missing can be told where the first chunk lacks exactly that many at its
+    beginning; else none of the chunks is certain.
+    """
+    missing, lead = chunk_count * blocks_per_chunk - block_count, first_block % blocks_per_chunk
+    if missing != lead:
+        return range(0)
+    return range(1 if lead else 0, chunk_count)
+
+
 def tp_problem(tp_size: int, tp_lcm_size: int, heads: int) -> str | None:
     """Why chunks of `tp_lcm_size` cannot serve this engine, with the nearest value that can; None when they do.
 

@@ -48,9 +48,11 @@ def rank_pages(
     tp_lcm_size: int,
     rank: int,
     ranks: int,
+    kind: int = 0,
 ) -> RankPages:
-    """Of the only KV cache group. `kv_caches` is what vLLM registered, `caches` what it made of it."""
-    (refs,) = caches.group_data_refs
+    """Of one KV cache group, vLLM's `kind`th of those it offloads. `kv_caches` is what vLLM registered, `caches` what
+    it made of it."""
+    refs = caches.group_data_refs[kind]
     layers, storages = [], {}
     for ref in refs:
         tensor = caches.tensors[ref.tensor_idx].tensor

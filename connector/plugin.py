@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MambaSpec, iter_layer_specs
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -31,7 +31,7 @@ from connector.config import ConnectorConfig
 from connector.layout import tp_problem
 from connector.messages import WorkerOutcomes
 from connector.scheduler import SchedulerHalf
-from connector.spec import Engine, building
+from connector.spec import Engine, building, window_tokens
 from connector.worker import WorkerHalf
 
 logger = logging.getLogger("vllm.connector.plugin")
@@ -65,14 +65,31 @@ class KVStoreConnector(OffloadingConnector):
         assert isinstance(half, WorkerHalf), "asked before the KV cache was registered"
         return half
 
+    @property
+    def _keeps_valid_prefix(self) -> bool:
+        """Whether vLLM may go on from the first block that a load left wrong. With several groups it cannot tell whose
+        block it is, and before a window's blocks there are none to go on from."""
+        groups = self._engine.kv_cache_config.kv_cache_groups
+        return len(groups) == 1 and window_tokens(groups[0].kv_cache_spec) is None
+
     # ---- the worker's process
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._engine.kv_caches = kv_caches
         super().register_kv_caches(kv_caches)
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self.connector_worker is not None
+        requests = dict(self.connector_worker._load_jobs)  # of jobs; those that have ended leave it
+        results = super().get_transfer_results(finished_req_ids)
+        failed = self._worker_half.take_failed_loads()
+        if not self._keeps_valid_prefix:
+            results.failed_recving |= {requests[job] for job in failed}
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker_half.take_unloaded_blocks()
+        blocks = self._worker_half.take_unloaded_blocks()
+        return blocks if self._keeps_valid_prefix else set()
 
     def build_connector_worker_meta(self) -> WorkerOutcomes | None:
         if self.connector_worker is None:
@@ -183,20 +200,13 @@ def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
                 f"KVStoreConnector serves tensor parallel engines for now, and this one has {option}={size}: start it "
                 "with 1, or without --kv-transfer-config"
             )
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
-        raise ValueError(
-            f"KVStoreConnector serves models with one KV cache group for now, and this one has {len(groups)} "
-            f"({kinds}): start the engine without --kv-transfer-config, or, where the model allows it, with "
-            "--disable-hybrid-kv-cache-manager"
-        )
-    spec = groups[0].kv_cache_spec
-    if not isinstance(spec, AttentionSpec | UniformTypeKVCacheSpecs):
-        raise ValueError(
-            f"KVStoreConnector serves attention KV caches for now, and this model keeps {type(spec).__name__}: start "
-            "the engine without --kv-transfer-config"
-        )
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in iter_layer_specs(group.kv_cache_spec):
+            if not isinstance(spec, AttentionSpec | MambaSpec):
+                raise ValueError(
+                    f"KVStoreConnector knows attention and Mamba-like KV caches, and this model keeps "
+                    f"{type(spec).__name__}: start the engine without --kv-transfer-config"
+                )
     if current_platform.device_type != "cpu":
         raise ValueError(
             f"KVStoreConnector copies from the memory of vLLM's CPU platform for now, and this engine runs on "

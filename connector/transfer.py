@@ -7,17 +7,18 @@ queued, so memory is unmapped only after the last copy's end; that a plan for on
 the caller's part (`WorkerHalf` checks the instance and submits under the link's lock).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from connector.layout import ChunkLayout, slot_addresses
+from connector.layout import Addresses, ChunkLayout, slot_addresses, whole_chunks
 from connector.messages import ChunkSpec
 from kvstore._native import SLOT_ALIGNMENT, Arena, Copier, Finished, Table, class_bytes
 
 COPY_THREADS = 2
+NULL_BLOCK = 0  # vLLM's, in every KV cache group: it stands for blocks that nobody reads any more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,20 +38,30 @@ class Region:
     nbytes: int
 
 
-class HostTransfer:
-    """Runs copy jobs. A job ends exactly once in `finished`, with the positions of its chunks that failed."""
+@dataclass(frozen=True, slots=True)
+class KindBlocks:
+    """Blocks of one KV cache group that a job copies: consecutive in the request from its block `first` on."""
 
-    def __init__(self, layout: ChunkLayout, regions: Sequence[Region], *, copier: Copier | None = None) -> None:
-        self._layout = layout
-        self._slot_bytes = class_bytes(layout.chunk_bytes)
+    ids: NDArray[np.integer]
+    first: int
+
+
+class HostTransfer:
+    """Runs copy jobs. A job ends exactly once in `finished`, with the positions of its chunks that failed. There is a
+    layout for each kind of chunks; chunks and blocks of a job lie kind after kind."""
+
+    def __init__(
+        self, layouts: Sequence[ChunkLayout], regions: Sequence[Region], *, copier: Copier | None = None
+    ) -> None:
+        self._layouts = layouts
         self._zeros = np.zeros(SLOT_ALIGNMENT, np.uint8)  # what the padding of a slot is filled from
         self._copier = Copier(COPY_THREADS) if copier is None else copier
         for region in (*regions, Region(self._zeros.ctypes.data, self._zeros.nbytes)):
             self._copier.add_region(region.address, region.nbytes)
 
     @property
-    def layout(self) -> ChunkLayout:
-        return self._layout
+    def layouts(self) -> Sequence[ChunkLayout]:
+        return self._layouts
 
     def map(self, instance_id: bytes, table: Table, arena: Arena) -> Mapped:
         self._copier.add_region(arena.address, arena.nbytes)
@@ -59,27 +70,37 @@ class HostTransfer:
     def unmap(self, mapped: Mapped) -> None:
         self._copier.remove_region(mapped.arena.address)
 
-    def store(
-        self, job: int, mapped: Mapped, spec: ChunkSpec, *, block_ids: NDArray[np.integer], first_block: int
-    ) -> None:
-        """Device to arena, this rank's part. ValueError, nothing copied, unless the blocks are exactly the chunks'."""
-        chunks = self._chunks(mapped, spec)
-        fragments = self._layout.written(block_ids, first_block, chunks)
-        sources, destinations, sizes = fragments.device, fragments.arena, fragments.sizes
-        padding = self._slot_bytes - self._layout.chunk_bytes
-        if padding:
-            padded = self._layout.padded(first_block, chunks)
-            sources = np.append(sources, np.full(len(padded), self._zeros.ctypes.data, np.uint64))
-            destinations = np.append(destinations, padded + np.uint64(self._layout.chunk_bytes))
-            sizes = np.append(sizes, np.full(len(padded), padding, np.uint64))
-        self._submit(job, mapped, spec, sources=sources, destinations=destinations, sizes=sizes)
+    def store(self, job: int, mapped: Mapped, spec: ChunkSpec, blocks: Sequence[KindBlocks]) -> set[int]:
+        """Device to arena, this rank's part. Returns the positions of chunks that are not copied, because vLLM left out
+        blocks of theirs. ValueError, nothing copied, for blocks outside the cache."""
+        parts, left_out = [], set()
+        for layout, of_kind, chunks, positions in self._kinds(mapped, spec, blocks):
+            per_chunk = layout.blocks_per_chunk
+            whole = whole_chunks(len(chunks), len(of_kind.ids), of_kind.first, per_chunk)
+            left_out.update(position for i, position in enumerate(positions) if i not in whole)
+            if not whole:
+                continue
+            ids = of_kind.ids[len(of_kind.ids) - len(whole) * per_chunk :]
+            first = of_kind.first // per_chunk * per_chunk + whole.start * per_chunk
+            copied = chunks[whole.start :]
+            written = layout.written(ids, first, copied)
+            parts.append((written.device, written.arena, written.sizes))
+            padding = class_bytes(layout.chunk_bytes) - layout.chunk_bytes
+            if padding:
+                padded = layout.padded(first, copied) + np.uint64(layout.chunk_bytes)
+                zeros = np.full(len(padded), self._zeros.ctypes.data, np.uint64)
+                parts.append((zeros, padded, np.full(len(padded), padding, np.uint64)))
+        self._submit(job, mapped, spec, parts)
+        return left_out
 
-    def load(
-        self, job: int, mapped: Mapped, spec: ChunkSpec, *, block_ids: NDArray[np.integer], first_block: int
-    ) -> None:
-        """Arena to device. The first and the last chunk may be wanted in part. ValueError, nothing copied."""
-        fragments = self._layout.fragments(block_ids, first_block, self._chunks(mapped, spec))
-        self._submit(job, mapped, spec, sources=fragments.arena, destinations=fragments.device, sizes=fragments.sizes)
+    def load(self, job: int, mapped: Mapped, spec: ChunkSpec, blocks: Sequence[KindBlocks]) -> None:
+        """Arena to device. The first and the last chunk of a kind may be wanted in part, and null blocks are nobody's.
+        ValueError, nothing copied."""
+        parts = []
+        for layout, of_kind, chunks, _ in self._kinds(mapped, spec, blocks):
+            fragments = layout.fragments(of_kind.ids, of_kind.first, chunks, wanted=of_kind.ids != NULL_BLOCK)
+            parts.append((fragments.arena, fragments.device, fragments.sizes))
+        self._submit(job, mapped, spec, parts)
 
     def finished(self) -> list[Finished]:
         return self._copier.finished()
@@ -90,19 +111,33 @@ class HostTransfer:
     def close(self) -> None:
         self._copier.close()
 
-    def _chunks(self, mapped: Mapped, spec: ChunkSpec) -> NDArray[np.uint64]:
-        return slot_addresses(mapped.arena.address, spec.slots, self._slot_bytes, mapped.table.unit_bytes)
+    def _kinds(
+        self, mapped: Mapped, spec: ChunkSpec, blocks: Sequence[KindBlocks]
+    ) -> Iterator[tuple[ChunkLayout, KindBlocks, Addresses, range]]:
+        """Of each kind that the job has: its blocks, the addresses of its chunks, and their positions in the job."""
+        if not len(spec.counts) == len(blocks) == len(self._layouts):
+            raise ValueError(f"a job of {len(spec.counts)} kinds, and this engine has {len(self._layouts)}")
+        first = 0
+        for layout, of_kind, count in zip(self._layouts, blocks, spec.counts, strict=True):
+            positions = range(first, first + count)
+            first += count
+            if count or len(of_kind.ids):
+                slots = spec.slots[positions.start : positions.stop]
+                size = class_bytes(layout.chunk_bytes)
+                yield (
+                    layout,
+                    of_kind,
+                    slot_addresses(mapped.arena.address, slots, size, mapped.table.unit_bytes),
+                    positions,
+                )
 
     def _submit(
-        self,
-        job: int,
-        mapped: Mapped,
-        spec: ChunkSpec,
-        *,
-        sources: NDArray[np.uint64],
-        destinations: NDArray[np.uint64],
-        sizes: NDArray[np.uint64],
+        self, job: int, mapped: Mapped, spec: ChunkSpec, parts: Sequence[tuple[Addresses, Addresses, Addresses]]
     ) -> None:
+        """`parts`: sources, destinations, sizes."""
+        sources, destinations, sizes = (
+            np.concatenate([part[i] for part in parts]) if parts else np.empty(0, np.uint64) for i in range(3)
+        )
         # Stores are checked like loads: a slot that was taken from us meanwhile holds somebody else's chunk.
         self._copier.submit(
             job,

@@ -98,7 +98,7 @@ def sessions(endpoint: str, what: admin_pb2.Selection) -> list[dict[str, object]
     return [
         _session_json(session)
         for session in stats(endpoint).sessions
-        if what.namespace_id in (b"", session.namespace_id)
+        if what.namespace_id in (b"", *session.namespace_ids)
     ]
 
 
@@ -336,7 +336,7 @@ def _session_json(session: admin_pb2.SessionStats) -> dict[str, object]:
         "pid": session.pid,
         "uid": session.uid,
         "rank": session.rank,
-        "namespace_id": session.namespace_id.hex(),
+        "namespace_ids": [namespace.hex() for namespace in session.namespace_ids],
     }
 
 

@@ -46,6 +46,6 @@ def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
     for session in reply.sessions:
         sessions.add_row(
             session.role, session.group, str(session.pid), str(session.uid), str(session.rank),
-            session.namespace_id.hex(),
+            "\n".join(namespace.hex() for namespace in session.namespace_ids),
         )  # fmt: skip
     console.print(sessions)

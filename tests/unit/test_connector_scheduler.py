@@ -554,7 +554,7 @@ def test_a_chunk_whose_tokens_were_changed_after_its_key_was_noted_is_not_stored
 
     engine.half.prepare_store = after_a_change
     stored_before = []
-    engine.daemon.on_commit = lambda _slot, key: stored_before.append(key)
+    engine.daemon.on_commit = lambda _kind, _slot, key: stored_before.append(key)
     engine.step()
     engine.half.prepare_store = prepare
     job = next(iter(engine.half._jobs.values()))
