@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from kvstore.cli import check, evict, gc, ls, plan, quota, serve, stats
+from kvstore.cli import check, evict, explain, gc, ls, plan, quota, serve, stats
 
 app = typer.Typer(
     name="kvstore",
@@ -22,6 +22,7 @@ app.command("ls")(ls.ls)
 app.command("evict")(evict.evict)
 app.command("clear")(evict.clear)
 app.command("check")(check.check)
+app.command("explain")(explain.explain)
 app.command("gc")(gc.gc)
 app.add_typer(quota.quota, name="quota")
 app.command("plan")(plan.plan)
