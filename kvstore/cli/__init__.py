@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from kvstore.cli import check, evict, ls, plan, serve, stats
+from kvstore.cli import check, evict, ls, plan, serve, simulate, stats
 
 app = typer.Typer(
     name="kvstore",
@@ -23,6 +23,7 @@ app.command("evict")(evict.evict)
 app.command("clear")(evict.clear)
 app.command("check")(check.check)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 
 
 def main() -> None:
