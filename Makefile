@@ -1,6 +1,6 @@
 # Everything runs in .venv at the project's root, which `make setup` makes and keeps current.
 PY := .venv/bin/python
-CXX_FILES = $(shell git ls-files 'native/*.cpp' 'native/*.h')
+CXX_FILES = $(shell git ls-files 'native/*.cpp' 'native/*.h' 'native/*.cu')
 
 .PHONY: setup test test-vllm lint demo bench protos
 

@@ -24,6 +24,7 @@ from typing import Any, Self
 START_S_MAX = 480.0  # ten times what it takes on two idle cores; other builds may share them
 REQUEST_S_MAX = 300.0
 STOP_S_MAX = 60.0
+RESET_INTERVAL_S = 0.01
 LOG_TAIL_LINES = 40
 TOKEN_ID_MIN, TOKEN_ID_MAX = 8, 255  # plain bytes of the tokenizer, none of them special
 
@@ -172,8 +173,12 @@ class Engine:
         return self._ask("generate", requests, timeout_s=REQUEST_S_MAX)
 
     def reset_prefix_cache(self) -> None:
-        """Empties the engine's own cache and leaves the store alone, so that the next request must load."""
-        assert self._ask("reset_prefix_cache", None, timeout_s=REQUEST_S_MAX), "blocks were still in use"
+        """Empties the engine's own cache and leaves the store alone, so that the next request must load. Waits for the
+        stores of answered requests, which hold their blocks until they have ended."""
+        deadline_s = time.monotonic() + REQUEST_S_MAX
+        while not self._ask("reset_prefix_cache", None, timeout_s=REQUEST_S_MAX):
+            assert time.monotonic() < deadline_s, f"blocks are still in use after {REQUEST_S_MAX:.0f} s"
+            time.sleep(RESET_INTERVAL_S)
 
     def metrics(self) -> dict[str, float]:
         """The engine's Prometheus counters and gauges by sample name, summed over labels. Needs

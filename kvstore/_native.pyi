@@ -1,7 +1,8 @@
 """The native core: bytes, keys, slots and file descriptors; no models, tokens or sockets.
 
 Two kinds of process use it. The daemon owns one `Index`, the only writer of the table. Every attached process maps the
-table read-only (`Table`) and the arena (`Arena`), and copies with a `Copier`. Calls that may take long release the GIL
+table read-only (`Table`) and the arena (`Arena`), and copies with a `Copier`, or on CUDA with a `DeviceCopier`. Calls
+that may take long release the GIL
 (`populate`, `fill`, lookups of more than 8,192 keys, the copier's); `Index` and small lookups keep it, for they take
 microseconds and getting it back from a busy thread can take its switch interval of 5 ms.
 
@@ -30,6 +31,7 @@ PENDING: int  # 3
 STORED: int  # 1
 PRESENT: int  # 2
 TIER_FULL: int  # 3  the table has no room for the entry
+QUOTA: int  # 4  nothing more of this tenant may be evicted, and its quota has no room
 NOT_GRANTED: int  # 7
 
 COPY_KERNEL: str  # "avx512", "avx2" or "plain": what this machine's copies use
@@ -115,6 +117,9 @@ class Finished:
     def nbytes(self) -> int: ...
     @property
     def seconds(self) -> float: ...
+    @property
+    def settled(self) -> bool:
+        """False: the device is lost, and may still write to the slots. They must not be handed to anybody else."""
 
 class Copier:
     """A pool of threads that runs copy jobs, each split over the threads, with streaming stores, fenced at its end.
@@ -155,6 +160,117 @@ class Copier:
         """True when none of the jobs is queued or running any more; unknown jobs count as ended."""
 
     def close(self) -> None: ...
+
+CUDA_KERNELS: bytes  # the copy kernel as a fatbin, for every device from Hopper on; empty where there was no nvcc
+
+class DeviceCopier:
+    """Copies between the memory of one CUDA device and arenas, on streams of their own. Safe from many threads.
+
+    What it is ordered against stands in native/cuda/copier.h. `background=False` makes no thread: then jobs go on in
+    `advance`, `wait`, `unmap_arena` and `close` only. In a forked child every call but `close` raises RuntimeError.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        *,
+        library: str = "libcuda.so.1",
+        kernels: bytes = ...,
+        load_kernel_bytes: int = 0,
+        store_kernel_bytes: int = 0,
+        kernel_fragments_min: int = 1,
+        kernel_blocks: int = 12,
+        in_flight_bytes: int = ...,
+        pin_piece_bytes: int = ...,
+        background: bool = True,
+    ) -> None:
+        """Keeps the device's primary context. `device` counts as CUDA_VISIBLE_DEVICES leaves them.
+
+        Fragments below `load_kernel_bytes` (`store_kernel_bytes`) go by the kernel in `kernels`, on at most
+        `kernel_blocks` multiprocessors, where a part of a job has `kernel_fragments_min` of them; the rest by the copy
+        engines. At most `in_flight_bytes` (64 MiB) a direction are with the driver at a time. RuntimeError: no driver,
+        no such device. ValueError: settings that cannot work, a kernel that was not built.
+        """
+
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def capability(self) -> str:
+        """ "10.3"."""
+
+    @property
+    def numa_node(self) -> int:
+        """Of the host's memory next to the device; -1: unknown."""
+
+    @property
+    def driver_version(self) -> int:
+        """13000 is CUDA 13.0."""
+
+    @property
+    def has_batch(self) -> bool:
+        """The driver takes many copies in one call (CUDA 12.8)."""
+
+    @property
+    def kernel_problem(self) -> str:
+        """Why there is no copy kernel; empty: there is."""
+
+    @property
+    def lost(self) -> str:
+        """Why every job fails from now on; empty: the device is well."""
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Bytes handed over to the copy engines, to the kernel, and of memory that was not pinned."""
+
+    def add_memory(self, address: int, nbytes: int) -> None:
+        """Device memory that copies may touch. ValueError: it overlaps what was added before."""
+
+    def add_host_memory(self, address: int, nbytes: int) -> None:
+        """Host memory that stores may read: what the padding of slots is filled from."""
+
+    def map_arena(self, arena: Arena, table: Table | None, *, pin: bool) -> None:
+        """`pin`: somebody will call `pin_next`; copies of a piece that is ready wait until it is pinned. Else, and
+        where `table` says that a piece is not ready, they go the slower way of ordinary memory."""
+
+    def pin_next(self, address: int) -> str:
+        """Page-lock another piece of the arena at `address`, first those that a copy waits for. "piece": done one,
+        "nothing": none is ready, "all", "stopped": refused, or told to. One thread at a time."""
+
+    def stop_pinning(self, address: int) -> None:
+        """Copies of what is not pinned go the slower way from now on."""
+
+    def pinned_bytes(self, address: int) -> int: ...
+    def refusal(self, address: int) -> str:
+        """The driver's answer that ended the pinning; empty: none."""
+
+    def unmap_arena(self, address: int) -> None:
+        """Fails jobs that have not begun, waits for the others, then unpins."""
+
+    def submit(
+        self,
+        job: int,
+        sources: NDArray[np.uint64],
+        destinations: NDArray[np.uint64],
+        sizes: NDArray[np.uint64],
+        *,
+        is_load: bool,
+        compute_stream: int,
+        blocks: NDArray[np.int64],
+        table: Table | None = None,
+        slots: NDArray[np.uint32] | None = None,
+        generations: NDArray[np.uint64] | None = None,
+    ) -> None:
+        """As of `Copier`, after all that `compute_stream` (a CUstream, 0: the default one) has been given so far, and
+        after earlier jobs on the same `blocks`, unless both are stores. ValueError: nothing is copied. RuntimeError:
+        the compute stream refuses."""
+
+    def advance(self) -> bool:
+        """Hand over what may go and take what has ended; whether there was any. Never waits."""
+
+    def finished(self) -> list[Finished]: ...
+    def wait(self, jobs: Collection[int], timeout_s: float) -> bool: ...
+    def close(self) -> None:
+        """Fails what has not begun, waits for what runs, unpins, gives the device back."""
 
 class Removal:
     """One removal under way, and what it has removed so far (with `dry_run`: would have)."""
@@ -297,11 +413,33 @@ class Index:
         Begin at 0. Looks at `steps` places and returns at most `limit` chunks.
         """
 
+    def next_to_go(self, nbytes: int, *, steps: int, limit: int) -> list[tuple[bytes, bytes, bytes, int, int]]:
+        """(namespace, tenant, key, slot, generation) of chunks that no lower tier has and nobody writes there, among
+        those that would be evicted for the next `nbytes`, in that order. Looks at `steps` chunks at most."""
+
+    def unwritten(
+        self, start: int, *, used_before_ms: int | None = None, steps: int, limit: int
+    ) -> tuple[list[tuple[bytes, bytes, bytes, int, int]], int | None]:
+        """The same of all chunks whose last use was before that, and where to go on, as in `chunks`."""
+
+    def used_often(
+        self, namespace: bytes, tenant: bytes, keys: Sequence[bytes], uses: int
+    ) -> list[tuple[bytes, bytes, bytes, int, int]]:
+        """The same of those of the keys that were used at least so often. The request that stored a chunk is its first
+        use."""
+
+    def set_quota(self, tenant: bytes, nbytes: int | None) -> int:
+        """What the tenant's slots may take; None: no limit. Returns what they take now (0 without a limit).
+
+        A commit beyond it evicts the tenant's own least recently used chunks (not the parent it names), or is answered
+        QUOTA, also where the parent it names is not there. Takes time in proportion to what may be evicted.
+        """
+
     def stats(self) -> dict[str, int]:
-        """used_bytes granted_bytes pinned_bytes io_bytes chunks grants leases evictions ghosts removals entries
-        entries_max scopes tenants poison_commits digest_collisions. `entries_max` counts every place of the table; an
-        insert can fail before. `scopes`: pairs of namespace and tenant. `ghosts`: chunks that are gone, but whose uses
-        are remembered."""
+        """used_bytes granted_bytes pinned_bytes io_bytes chunks grants leases evictions unwritten_evictions ghosts
+        removals entries entries_max scopes tenants poison_commits digest_collisions. `unwritten_evictions`: of chunks
+        that no lower tier had. `ghosts`: chunks that are gone, but whose uses are remembered. `entries_max` counts
+        every place of the table; an insert can fail before. `scopes`: pairs of namespace and tenant."""
 
     def problems(self) -> list[str]:
         """Every invariant that does not hold, a sentence each."""

@@ -6,17 +6,22 @@ that leaves it. Lookups and gets run beside each other; puts of one client take 
 slots is theirs together.
 
 A get copies first and compares generations after: bytes whose slot was handed out to somebody else meanwhile are never
-returned. A put makes a chunk visible only by a commit, sent after its copy's threads have fenced their stores. If the
-daemon dies, calls in flight end with Unavailable (or with the bytes they had found: an instance's memory stays right
-as long as it is mapped) and the next call attaches again.
+returned. A put makes a chunk visible only by a commit, sent after its copy's threads have fenced their stores. A round
+trip to the daemon takes a tenth of the time in which a batch of 128 MiB is copied, so a put has only one to wait for:
+the commits of its first part travel while the last one is copied, and a caller that puts batch after batch gets the
+next one's slots with the outcomes of this one.
+
+If the daemon dies, calls in flight end with Unavailable (or with the bytes they had found: an instance's memory stays
+right as long as it is mapped) and the next call attaches again.
 """
 
+import contextlib
 import enum
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -26,8 +31,24 @@ from numpy.typing import NDArray
 
 from kvstore import _native
 from kvstore.config import default_endpoint
-from kvstore.errors import BadKey, KVStoreError, LimitExceeded, NamespaceMismatch, SaltRequired, Unavailable, WrongSize
-from kvstore.limits import HEARTBEAT_STALE_MS, KEY_BYTES_MAX, KEY_BYTES_MIN, KEYS_PER_CALL_MAX, PROMOTES_PER_ROUND
+from kvstore.errors import (
+    BadKey,
+    ConfigurationError,
+    KVStoreError,
+    LimitExceeded,
+    NamespaceMismatch,
+    SaltRequired,
+    Unavailable,
+    WrongSize,
+)
+from kvstore.limits import (
+    GRANTS_IDLE_S,
+    HEARTBEAT_STALE_MS,
+    KEY_BYTES_MAX,
+    KEY_BYTES_MIN,
+    KEYS_PER_CALL_MAX,
+    PROMOTES_PER_ROUND,
+)
 from kvstore.session import Attachment, Role, Session
 from kvstore.steps import Outcome, Ref, Steps
 
@@ -38,6 +59,9 @@ COPY_THREADS = 2
 ATTACH_BACKOFF_MIN_S, ATTACH_BACKOFF_MAX_S = 0.05, 1.0
 PENDING_POLL_S = 0.001  # the table costs microseconds
 COPY_TIMEOUT_S = 60.0  # of one batch between two memories of this host
+GRANTS_AHEAD_SHARE = 8  # of the arena at most is kept free for this client's next put
+PUT_LAST_PART = 4  # a quarter of a put is left to be committed when its copies have ended
+PUT_PART_BYTES_MIN = 16 << 20  # a smaller part is copied sooner than its message costs
 
 
 class RejectReason(enum.StrEnum):
@@ -128,7 +152,8 @@ class StoreClient:
     ) -> "StoreClient":
         """`endpoint` None: `KVSTORE_ENDPOINT` or the default; `hash_seed` None: `PYTHONHASHSEED`.
 
-        `timeout_s` bounds every wait for the daemon. Unavailable, SeedMismatch, NamespaceMismatch, LimitExceeded.
+        `timeout_s` bounds every wait for the daemon. Unavailable, SeedMismatch, NamespaceMismatch, LimitExceeded,
+        ConfigurationError.
         """
         attachment = Attachment(
             role=Role.CLIENT,
@@ -252,8 +277,10 @@ class StoreClient:
         self._backoff_s = 0.0
         try:
             return _Connection(session, self.chunk_bytes, self._copy_threads, self._timeout_s)
-        except BaseException:  # no such number of threads, or none to be had
+        except BaseException as error:
             session.close()
+            if isinstance(error, ValueError):  # no such number of threads
+                raise ConfigurationError(str(error)) from None
             raise
 
 
@@ -277,6 +304,7 @@ class _Connection:
         self._ended: dict[int, _native.Finished] = {}  # guarded by _ended_lock
         self._ended_lock = threading.Lock()
         self._put_turn = threading.Lock()
+        self._put_ended_s = -GRANTS_IDLE_S  # guarded by _put_turn
 
     @property
     def lost(self) -> bool:
@@ -292,6 +320,8 @@ class _Connection:
     def tenant(self, salt: str | None) -> bytes:
         if salt is None and self._session.require_cache_salt:
             raise SaltRequired("this daemon takes no chunk without a tenant (--require-cache-salt); pass a salt")
+        if salt == "":
+            raise SaltRequired("an empty salt names no tenant; pass a string, or None for the unsalted tenant")
         return self._session.tenant_id(salt)
 
     def find(self, tenant: bytes, keys: Sequence[bytes]) -> tuple[bytes, NDArray[np.uint32], NDArray[np.uint64]]:
@@ -309,35 +339,60 @@ class _Connection:
             if self._table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
                 self._steps.settle(self._timeout_s)  # no store begins while nobody knows whether the daemon runs
             codes, slots, generations = self.find(tenant, keys)
-            absent = [position for position, code in enumerate(codes) if code != _native.CPU]
             refs = list(zip(slots.tolist(), generations.tolist(), strict=True))  # of those present, then of all
-            tickets: list[int] = []
-            while len(tickets) < len(absent):
-                rest = absent[len(tickets) :]
-                tail = refs[rest[0] - 1 : rest[0]]  # nothing before the first chunk
-                grants = self._steps.wait_grants(len(rest), self._timeout_s, tails=tail)
-                if not grants:
-                    for position in rest:
-                        outcomes[keys[position]] = self._refusal()
-                    break
-                batch = rest[: len(grants)]
-                self._write(grants, [payloads[position] for position in batch])
-                for (slot, generation), position in zip(grants, batch, strict=True):
-                    refs[position] = (slot, generation)
-                    parent = keys[position - 1] if position else b""
-                    tickets.append(
-                        self._steps.commit(slot, generation, tenant, keys[position], parent, waited_for=True)
-                    )
-            settled = self._steps.wait(tickets, self._timeout_s)
-            for position, outcome in zip(absent, settled, strict=False):
-                outcomes[keys[position]] = _PUT_OUTCOMES[outcome]
-            # One use of each: its commit's, or else this touch's; then the whole chain, so that no parent is older.
-            committed = set(absent[: len(tickets)])
-            self._steps.touch(tenant, [key for position, key in enumerate(keys) if position not in committed])
-            if committed:
-                self._steps.touch(tenant, keys, again=len(keys))
-            self._steps.flush()
+            absent = [position for position, code in enumerate(codes) if code != _native.CPU]
+            # Of a caller that puts one batch after another the next one's slots come with this one's outcomes.
+            streaming = time.monotonic() - self._put_ended_s < GRANTS_IDLE_S
+            small = len(absent) * self._class_bytes * GRANTS_AHEAD_SHARE <= self._arena.nbytes
+            ahead = len(absent) if streaming and small else 0
+            late = self._put_absent(tenant, keys, payloads, absent, refs, outcomes, ahead=ahead)
+            if late:  # an operator removed chunks after these slots had come and, it may be, before this call
+                self._steps.return_grants()
+                self._put_absent(tenant, keys, payloads, late, refs, outcomes, ahead=0, again=True)
+            self._put_ended_s = time.monotonic()
         return outcomes
+
+    def _put_absent(
+        self,
+        tenant: bytes,
+        keys: list[bytes],
+        payloads: list[NDArray[np.uint8]],
+        absent: list[int],
+        refs: list[Ref],
+        outcomes: dict[bytes, PutOutcome],
+        *,
+        ahead: int,
+        again: bool = False,
+    ) -> list[int]:
+        """Store those at the positions `absent`, write `outcomes` and `refs`. Returns the positions whose slots the
+        daemon had taken back. `ahead`: slots to ask for that only a later call will use. `again`: the call has used
+        its keys already."""
+        tickets: list[int] = []
+        while len(tickets) < len(absent):
+            rest = absent[len(tickets) :]
+            tail = refs[rest[0] - 1 : rest[0]]  # nothing before the first chunk
+            grants = self._steps.wait_grants(len(rest), self._timeout_s, tails=tail)
+            if not grants:
+                for position in rest:
+                    outcomes[keys[position]] = self._refusal()
+                break
+            batch = rest[: len(grants)]
+            for ref, position in zip(grants, batch, strict=True):
+                refs[position] = ref
+            tickets += self._store(tenant, keys, payloads, batch, grants, later=len(rest) - len(batch) or ahead)
+        # One use of each: its commit's, or else this touch's; then the whole chain, so that no parent is older.
+        committed = set(absent[: len(tickets)])
+        if not again:
+            self._steps.touch(tenant, [key for position, key in enumerate(keys) if position not in committed])
+        if committed:
+            self._steps.touch(tenant, keys, again=len(keys))
+        settled = self._steps.wait(tickets, self._timeout_s)
+        late = []
+        for position, outcome in zip(absent, settled, strict=False):
+            outcomes[keys[position]] = _PUT_OUTCOMES[outcome]
+            if outcome is Outcome.NOT_GRANTED:
+                late.append(position)
+        return late
 
     def get(self, tenant: bytes, keys: Sequence[bytes], timeout_s: float) -> list[bytes | None]:
         copies: list[bytes | None] = [None] * len(keys)
@@ -365,13 +420,10 @@ class _Connection:
             current = bytearray(b"\1") * len(positions)
             if positions:
                 addresses = [_address_of(targets[position]) for position in positions]
-                ended = self._copy(
-                    [self._address(slot) for slot in slots.tolist()],
-                    addresses,
-                    addresses,
-                    slots=slots,
-                    generations=generations,
-                )
+                sources = [self._address(slot) for slot in slots.tolist()]
+                with self._lent(addresses):
+                    job = self._submit(sources, addresses, slots=slots, generations=generations)
+                    ended = self._ended_copy(job)
                 for index in ended.failed:
                     current[index] = 0
             for position, same in zip(positions, current, strict=True):
@@ -435,55 +487,97 @@ class _Connection:
             raise NamespaceMismatch(self._steps.group.refused)
         return _PUT_OUTCOMES[self._steps.grants_short]
 
-    def _write(self, grants: list[Ref], payloads: list[NDArray[np.uint8]]) -> None:
-        """Every byte of every slot: payload and zeroed padding. On any error the slots are given back."""
-        written = False
+    def _store(
+        self,
+        tenant: bytes,
+        keys: list[bytes],
+        payloads: list[NDArray[np.uint8]],
+        positions: list[int],
+        grants: list[Ref],
+        *,
+        later: int,
+    ) -> list[int]:
+        """Copy into the granted slots, payload and zeroed padding, and commit; a large batch in parts, so that the
+        daemon commits one while the next is copied. Returns the commits' tickets. On any error the slots of what was
+        not committed are given back. `later`: how many slots the last part's message asks for.
+        """
+        tickets: list[int] = []
         try:
             addresses = [self._address(slot) for slot, _ in grants]
             if self._class_bytes > self._chunk_bytes:
                 for address in addresses:
                     _native.fill(address + self._chunk_bytes, self._class_bytes - self._chunk_bytes, 0)
-            sources = [_address_of(payload) for payload in payloads]
-            ended = self._copy(sources, addresses, sources)
-            if ended.failed:
-                raise Unavailable("the copy into the arena was ended by a close in another thread")
-            written = True
+            sources = [_address_of(payloads[position]) for position in positions]
+            ends = self._part_ends(len(positions))
+            with self._lent(sources):
+                jobs = [self._submit(sources[begin:end], addresses[begin:end]) for begin, end in pairwise([0, *ends])]
+                for job, end in zip(jobs, ends, strict=True):
+                    if self._ended_copy(job).failed:
+                        raise Unavailable("the copy into the arena was ended by a close in another thread")
+                    begin = len(tickets)
+                    part = positions[begin:end]
+                    tickets += self._steps.commit_many(
+                        grants[begin:end],
+                        tenant,
+                        [keys[position] for position in part],
+                        [keys[position - 1] if position else b"" for position in part],
+                    )
+                    if end == len(positions):
+                        self._steps.want_grants(later, tails=grants[-1:])
+                    else:
+                        self._steps.flush()
         finally:
-            if not written:  # `_copy` has waited for the copying threads, whatever happened
-                for slot, generation in grants:
+            if len(tickets) < len(grants):  # the copying threads have left these slots, whatever happened
+                for slot, generation in grants[len(tickets) :]:
                     self._steps.abort(slot, generation)
                 self._steps.flush()
+        return tickets
 
-    def _copy(
+    def _part_ends(self, chunks: int) -> list[int]:
+        """Where the parts of a batch end. The last is the smallest: nothing is copied while its commits are awaited."""
+        last = max(1, chunks // PUT_LAST_PART)
+        if (chunks - last) * self._chunk_bytes < PUT_PART_BYTES_MIN:
+            return [chunks]
+        return [chunks - last, chunks]
+
+    @contextlib.contextmanager
+    def _lent(self, addresses: list[int]) -> Iterator[None]:
+        """The caller's memory, where whole chunks begin, is ours only in here: leaving waits for the copies that run,
+        and fails those that have not begun."""
+        added = 0
+        try:
+            for address in addresses:
+                self._copier.add_region(address, self._chunk_bytes)
+                added += 1
+            yield
+        finally:
+            for address in addresses[:added]:
+                self._copier.remove_region(address)
+
+    def _submit(
         self,
         sources: list[int],
         destinations: list[int],
-        callers: list[int],
         *,
         slots: NDArray[np.uint32] | None = None,
         generations: NDArray[np.uint64] | None = None,
-    ) -> _native.Finished:
-        """Copy chunks and wait. `callers`: the addresses that are the caller's memory, ours only until this returns."""
+    ) -> int:
+        """Begin to copy whole chunks. Returns the job."""
         job = next(self._jobs)
-        added = 0
-        try:
-            for address in callers:
-                self._copier.add_region(address, self._chunk_bytes)
-                added += 1
-            self._copier.submit(
-                job,
-                np.array(sources, np.uint64),
-                np.array(destinations, np.uint64),
-                np.full(len(sources), self._chunk_bytes, np.uint64),
-                table=self._table if slots is not None else None,
-                slots=slots,
-                generations=generations,
-            )
-            if not self._copier.wait([job], COPY_TIMEOUT_S):
-                raise Unavailable(f"copying {len(sources)} chunks took longer than {COPY_TIMEOUT_S:g} s")
-        finally:
-            for address in callers[:added]:
-                self._copier.remove_region(address)  # waits for running parts
+        self._copier.submit(
+            job,
+            np.array(sources, np.uint64),
+            np.array(destinations, np.uint64),
+            np.full(len(sources), self._chunk_bytes, np.uint64),
+            table=self._table if slots is not None else None,
+            slots=slots,
+            generations=generations,
+        )
+        return job
+
+    def _ended_copy(self, job: int) -> _native.Finished:
+        if not self._copier.wait([job], COPY_TIMEOUT_S):
+            raise Unavailable(f"a copy between two memories of this host took longer than {COPY_TIMEOUT_S:g} s")
         with self._ended_lock:
             self._ended |= {finished.job: finished for finished in self._copier.finished()}
             return self._ended.pop(job)

@@ -18,6 +18,7 @@
 #include "arena.h"
 #include "checksum.h"
 #include "copy.h"
+#include "cuda/copier.h"
 #include "digest.h"
 #include "index.h"
 #include "io.h"
@@ -225,6 +226,28 @@ PyType_Slot arena_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(PyArena::
 
 // ---- Copier ----
 
+std::vector<Fragment> fragments_of(const Array<std::uint64_t>& sources, const Array<std::uint64_t>& destinations,
+                                   const Array<std::uint64_t>& sizes) {
+    const std::size_t count = check_equal(sources.shape(0), destinations.shape(0), "sources and destinations");
+    check_equal(count, sizes.shape(0), "sources and sizes");
+    std::vector<Fragment> fragments(count);
+    for (std::size_t i = 0; i < count; ++i) {
+        fragments[i] = {sources.data()[i], destinations.data()[i], sizes.data()[i]};
+    }
+    return fragments;
+}
+
+Expected expected_of(const PyTable* table, const std::optional<Array<std::uint32_t>>& slots,
+                     const std::optional<Array<std::uint64_t>>& generations) {
+    if ((table != nullptr) != slots.has_value() || slots.has_value() != generations.has_value()) {
+        throw std::invalid_argument("table, slots and generations belong together: give all three or none");
+    }
+    if (table == nullptr) return {};
+    const auto slot_span = span_of(*slots);
+    const auto generation_span = span_of(*generations);
+    return {table->held(), {slot_span.begin(), slot_span.end()}, {generation_span.begin(), generation_span.end()}};
+}
+
 struct PyCopier {
     explicit PyCopier(std::size_t threads) : copier(Copier::with_threads(threads)) {}
     void remove_region(std::uint64_t address) {
@@ -235,22 +258,8 @@ struct PyCopier {
                 const Array<std::uint64_t>& sizes, const PyTable* table,
                 const std::optional<Array<std::uint32_t>>& slots,
                 const std::optional<Array<std::uint64_t>>& generations) {
-        const std::size_t count = check_equal(sources.shape(0), destinations.shape(0), "sources and destinations");
-        check_equal(count, sizes.shape(0), "sources and sizes");
-        if ((table != nullptr) != slots.has_value() || slots.has_value() != generations.has_value()) {
-            throw std::invalid_argument("table, slots and generations belong together: give all three or none");
-        }
-        std::vector<Fragment> fragments(count);
-        for (std::size_t i = 0; i < count; ++i) {
-            fragments[i] = {sources.data()[i], destinations.data()[i], sizes.data()[i]};
-        }
-        Expected expected;
-        if (table != nullptr) {
-            const auto slot_span = span_of(*slots);
-            const auto generation_span = span_of(*generations);
-            expected = {
-                table->held(), {slot_span.begin(), slot_span.end()}, {generation_span.begin(), generation_span.end()}};
-        }
+        std::vector<Fragment> fragments = fragments_of(sources, destinations, sizes);
+        Expected expected = expected_of(table, slots, generations);
         nb::gil_scoped_release unlocked;
         copier->submit(job, std::move(fragments), std::move(expected));
     }
@@ -267,6 +276,131 @@ struct PyCopier {
 
     std::shared_ptr<Copier> copier;
 };
+
+// ---- DeviceCopier ----
+
+struct PyDeviceCopier {
+    PyDeviceCopier(int device, const std::string& library, const nb::bytes& kernels,
+                   const cuda::CopySettings& settings) {
+        auto driver = cuda::Driver::open(library);
+        copier = cuda::DeviceCopier::open(
+            std::make_unique<cuda::OpenDevice>(std::move(driver), device, bytes_of(kernels)), settings);
+    }
+    void map_arena(const PyArena& arena, const PyTable* table, bool pin) {
+        copier->map_arena(arena.held(), table != nullptr ? table->held() : nullptr, pin);
+    }
+    const char* pin_next(std::uint64_t address) {
+        const nb::gil_scoped_release unlocked;
+        switch (copier->arena(address)->pin_next()) {
+            case cuda::Pinned::PIECE:
+                return "piece";
+            case cuda::Pinned::NOTHING:
+                return "nothing";
+            case cuda::Pinned::ALL:
+                return "all";
+            case cuda::Pinned::STOPPED:
+                break;
+        }
+        return "stopped";
+    }
+    void submit(std::uint64_t job, const Array<std::uint64_t>& sources, const Array<std::uint64_t>& destinations,
+                const Array<std::uint64_t>& sizes, bool is_load, std::uintptr_t compute_stream,
+                const Array<std::int64_t>& blocks, const PyTable* table,
+                const std::optional<Array<std::uint32_t>>& slots,
+                const std::optional<Array<std::uint64_t>>& generations) {
+        const auto block_span = span_of(blocks);
+        cuda::DeviceCopier::Submission work{job,
+                                            is_load,
+                                            fragments_of(sources, destinations, sizes),
+                                            expected_of(table, slots, generations),
+                                            reinterpret_cast<cuda::Stream>(compute_stream),
+                                            {block_span.begin(), block_span.end()}};
+        const nb::gil_scoped_release unlocked;
+        copier->submit(std::move(work));
+    }
+    bool wait(nb::handle jobs, double timeout_s) {
+        std::vector<std::uint64_t> numbers;
+        for (nb::handle job : jobs) numbers.push_back(nb::cast<std::uint64_t>(job));
+        const nb::gil_scoped_release unlocked;
+        return copier->wait(numbers, timeout_s);
+    }
+
+    std::shared_ptr<cuda::DeviceCopier> copier;
+};
+
+void bind_cuda(nb::module_& m) {
+    const auto kernels = cuda::built_kernels();
+    m.attr("CUDA_KERNELS") = nb::bytes(kernels.data(), kernels.size());
+    const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+
+    nb::class_<PyDeviceCopier>(m, "DeviceCopier")
+        .def(
+            "__init__",
+            [](PyDeviceCopier* self, int device, const std::string& library, const nb::bytes& kernels,
+               std::uint64_t load_kernel_bytes, std::uint64_t store_kernel_bytes, std::size_t kernel_fragments_min,
+               unsigned kernel_blocks, std::uint64_t in_flight_bytes, std::uint64_t pin_piece_bytes, bool background) {
+                new (self) PyDeviceCopier(device, library, kernels,
+                                          {load_kernel_bytes, store_kernel_bytes, kernel_fragments_min, kernel_blocks,
+                                           in_flight_bytes, pin_piece_bytes, background});
+            },
+            "device"_a, nb::kw_only(), "library"_a = "libcuda.so.1",
+            "kernels"_a = nb::bytes(kernels.data(), kernels.size()), "load_kernel_bytes"_a = 0,
+            "store_kernel_bytes"_a = 0, "kernel_fragments_min"_a = cuda::CopySettings{}.kernel_fragments_min,
+            "kernel_blocks"_a = cuda::CopySettings{}.kernel_blocks,
+            "in_flight_bytes"_a = cuda::CopySettings{}.in_flight_bytes,
+            "pin_piece_bytes"_a = cuda::CopySettings{}.pin_piece_bytes, "background"_a = true)
+        .def_prop_ro("device_name", [](const PyDeviceCopier& self) { return self.copier->device().name(); })
+        .def_prop_ro("capability", [](const PyDeviceCopier& self) { return self.copier->device().capability(); })
+        .def_prop_ro("numa_node", [](const PyDeviceCopier& self) { return self.copier->device().numa_node(); })
+        .def_prop_ro("driver_version",
+                     [](const PyDeviceCopier& self) { return self.copier->device().driver().version; })
+        .def_prop_ro("has_batch", [](const PyDeviceCopier& self) { return self.copier->device().driver().has_batch(); })
+        .def_prop_ro("kernel_problem",
+                     [](const PyDeviceCopier& self) { return self.copier->device().kernel_problem(); })
+        .def_prop_ro("lost", [](const PyDeviceCopier& self) { return self.copier->lost(); })
+        .def_prop_ro("counts",
+                     [](const PyDeviceCopier& self) {
+                         const auto counts = self.copier->counts();
+                         return nb::make_tuple(counts.engine_bytes, counts.kernel_bytes, counts.pageable_bytes);
+                     })
+        .def(
+            "add_memory",
+            [](PyDeviceCopier& self, std::uint64_t address, std::uint64_t nbytes) {
+                self.copier->add_memory(address, nbytes);
+            },
+            "address"_a, "nbytes"_a)
+        .def(
+            "add_host_memory",
+            [](PyDeviceCopier& self, std::uint64_t address, std::uint64_t nbytes) {
+                self.copier->add_host_memory(address, nbytes);
+            },
+            "address"_a, "nbytes"_a)
+        .def("map_arena", &PyDeviceCopier::map_arena, "arena"_a, "table"_a.none(), nb::kw_only(), "pin"_a)
+        .def("pin_next", &PyDeviceCopier::pin_next, "address"_a)
+        .def(
+            "stop_pinning",
+            [](PyDeviceCopier& self, std::uint64_t address) { self.copier->arena(address)->stop_pinning(); },
+            "address"_a)
+        .def(
+            "pinned_bytes",
+            [](PyDeviceCopier& self, std::uint64_t address) { return self.copier->arena(address)->pinned_bytes(); },
+            "address"_a)
+        .def(
+            "refusal",
+            [](PyDeviceCopier& self, std::uint64_t address) { return self.copier->arena(address)->refusal(); },
+            "address"_a)
+        .def(
+            "unmap_arena", [](PyDeviceCopier& self, std::uint64_t address) { self.copier->unmap_arena(address); },
+            "address"_a, unlocked)
+        .def("submit", &PyDeviceCopier::submit, "job"_a, "sources"_a.noconvert(), "destinations"_a.noconvert(),
+             "sizes"_a.noconvert(), nb::kw_only(), "is_load"_a, "compute_stream"_a, "blocks"_a.noconvert(),
+             "table"_a = nb::none(), "slots"_a.noconvert() = nb::none(), "generations"_a.noconvert() = nb::none())
+        .def(
+            "advance", [](PyDeviceCopier& self) { return self.copier->advance(); }, unlocked)
+        .def("finished", [](PyDeviceCopier& self) { return self.copier->finished(); })
+        .def("wait", &PyDeviceCopier::wait, "jobs"_a, "timeout_s"_a)
+        .def("close", [](PyDeviceCopier& self) { self.copier->close(); }, unlocked);
+}
 
 // ---- Index ----
 
@@ -330,6 +464,27 @@ struct PyIndex {
                                        bytes_from(chunk.key), chunk.bytes, chunk.used_ms, nb::bool_(chunk.leased)));
         }
         return nb::make_tuple(page, next == NO_RECORD ? nb::object(nb::none()) : nb::object(nb::int_(next)));
+    }
+    nb::list next_to_go(std::uint64_t nbytes, std::size_t steps, std::size_t limit) const {
+        return list_of(index.next_to_go(nbytes, steps, limit));
+    }
+    nb::tuple unwritten(std::uint32_t next, std::optional<std::uint64_t> used_before_ms, std::size_t steps,
+                        std::size_t limit) const {
+        const nb::list page = list_of(index.unwritten(next, used_before_ms.value_or(UINT64_MAX), steps, limit));
+        return nb::make_tuple(page, next == NO_RECORD ? nb::object(nb::none()) : nb::object(nb::int_(next)));
+    }
+    nb::list used_often(const nb::bytes& name_space, const nb::bytes& tenant, nb::handle sequence,
+                        std::uint32_t uses) const {
+        const Keys keys(sequence);
+        return list_of(index.used_often(id_of(name_space, "a namespace"), id_of(tenant, "a tenant"), keys.get(), uses));
+    }
+    static nb::list list_of(const std::vector<Unwritten>& chunks) {
+        nb::list list;
+        for (const Unwritten& chunk : chunks) {
+            list.append(nb::make_tuple(bytes_from(chunk.scope.name_space), bytes_from(chunk.scope.tenant),
+                                       bytes_from(chunk.key), chunk.at.slot, chunk.at.generation));
+        }
+        return list;
     }
     nb::dict stats() const {
         nb::dict stats;
@@ -466,6 +621,9 @@ void bind_io(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    // At a process's end its maps and threads are the kernel's to take away; a list of them on the terminal helps
+    // nobody.
+    nb::set_leak_warnings(false);
     nb::register_exception_translator(translate_system_error);
 
     m.attr("SLOT_ALIGNMENT") = SLOT_ALIGNMENT;
@@ -478,6 +636,7 @@ NB_MODULE(_native, m) {
     m.attr("STORED") = static_cast<int>(CommitCode::STORED);
     m.attr("PRESENT") = static_cast<int>(CommitCode::PRESENT);
     m.attr("TIER_FULL") = static_cast<int>(CommitCode::TIER_FULL);
+    m.attr("QUOTA") = static_cast<int>(CommitCode::QUOTA);
     m.attr("NOT_GRANTED") = static_cast<int>(CommitCode::NOT_GRANTED);
     m.attr("POISON") = static_cast<int>(POISON);
     m.attr("COPY_KERNEL") = copy_kernel_name();
@@ -536,7 +695,8 @@ NB_MODULE(_native, m) {
         .def_ro("job", &Ended::job)
         .def_ro("failed", &Ended::failed)
         .def_ro("nbytes", &Ended::nbytes)
-        .def_ro("seconds", &Ended::seconds);
+        .def_ro("seconds", &Ended::seconds)
+        .def_ro("settled", &Ended::settled);
 
     nb::class_<PyCopier>(m, "Copier")
         .def(nb::init<std::size_t>(), "threads"_a)
@@ -647,6 +807,16 @@ NB_MODULE(_native, m) {
         .def("usage", &PyIndex::usage, "after"_a = nb::none(), nb::kw_only(), "limit"_a)
         .def("chunks", &PyIndex::chunks, "start"_a, nb::kw_only(), "namespace"_a = nb::none(), "tenant"_a = nb::none(),
              "steps"_a, "limit"_a)
+        .def("next_to_go", &PyIndex::next_to_go, "nbytes"_a, nb::kw_only(), "steps"_a, "limit"_a)
+        .def("unwritten", &PyIndex::unwritten, "start"_a, nb::kw_only(), "used_before_ms"_a = nb::none(), "steps"_a,
+             "limit"_a)
+        .def("used_often", &PyIndex::used_often, "namespace"_a, "tenant"_a, "keys"_a, "uses"_a)
+        .def(
+            "set_quota",
+            [](PyIndex& self, const nb::bytes& tenant, std::optional<std::uint64_t> nbytes) {
+                return self.index.set_quota(id_of(tenant, "a tenant"), nbytes);
+            },
+            "tenant"_a, "nbytes"_a.none())
         .def("stats", &PyIndex::stats)
         .def("problems", [](const PyIndex& self) { return self.index.problems(); });
 
@@ -656,6 +826,7 @@ NB_MODULE(_native, m) {
         .def("serve", &PyReplay::serve, "chains"_a.noconvert(), "ends"_a.noconvert(), "store_ends"_a.noconvert());
 
     bind_io(m);
+    bind_cuda(m);
 }
 
 }  // namespace kvstore

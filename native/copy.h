@@ -67,6 +67,7 @@ struct Ended {
     std::vector<std::uint64_t> failed;  // indices: slots' if there are any, else fragments'
     std::uint64_t nbytes;               // copied; 0 for a job that failed whole
     double seconds;
+    bool settled = true;  // false: a device may still write to the slots
 };
 
 class Copier {

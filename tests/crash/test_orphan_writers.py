@@ -211,16 +211,16 @@ def test_a_put_that_fails_at_its_copy_gives_its_slots_back_every_time() -> None:
         client = Intruder(daemon, first=0).client
         connection = client._connection
         assert connection is not None
-        copy = connection._copy
+        submit = connection._submit
 
         def failing(*_: object, **__: object) -> None:
             raise OSError("the copy failed")
 
         for number in range(200):
-            connection._copy = failing  # type: ignore[method-assign]
+            connection._submit = failing  # type: ignore[method-assign]
             with pytest.raises(OSError, match="the copy failed"):
                 client.put(SALT, {key(number): content(number)})
-            connection._copy = copy  # type: ignore[method-assign]
+            connection._submit = submit  # type: ignore[method-assign]
         assert client.put(SALT, {key(1): content(1)}) == {key(1): Stored()}
         assert client.get(SALT, [key(0), key(1)]) == [None, content(1).tobytes()]
         client.close()

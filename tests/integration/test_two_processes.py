@@ -1,5 +1,6 @@
 """Chunks from one process to another, and what is left when one of them, or the daemon, dies."""
 
+import math
 import os
 import queue
 import resource
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import admin
+from kvstore import client as client_module
 from kvstore import steps as steps_module
-from kvstore._native import fill, slot_offset
+from kvstore._native import Finished, fill, slot_offset
 from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
-from kvstore.errors import SeedMismatch, Unavailable
+from kvstore.errors import ConfigurationError, SeedMismatch, Unavailable
 from kvstore.rpc.handover import Hello
 from kvstore.session import Attachment, GroupState, Role, Session
 from kvstore.steps import Steps
@@ -96,6 +99,24 @@ def test_two_processes_with_different_seeds_never_meet(daemon: Daemon) -> None:
         client_of(daemon, hash_seed="00")
 
 
+def test_slots_of_a_client_that_closes_while_the_daemon_hangs_come_back(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need not wait for the end of this process, which has said that it writes no more."""
+    monkeypatch.setattr(steps_module, "CLOSE_TIMEOUT_S", 0.1)
+    client = client_of(daemon)
+    assert client._connection is not None
+    assert len(client._connection._steps.wait_grants(3, WAIT_S)) == 3
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        client.close()
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    eventually(lambda: daemon.tier()["granted_bytes"] == 0, "the slots of the client that has gone are free")
+    assert [session["role"] for session in daemon.stats()["sessions"]] == ["admin"]  # type: ignore[attr-defined]
+    daemon.assert_sound()
+
+
 def test_a_tier_whose_slots_are_all_leased_or_granted_rejects() -> None:
     size = 1 << 20
     other = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=size)
@@ -115,6 +136,50 @@ def test_a_tier_whose_slots_are_all_leased_or_granted_rejects() -> None:
         steps.settle(WAIT_S)
         assert client.put("s", {key(2): payload(2, size)}) == {key(2): Stored()}
         assert client.get("s", [key(1), key(2)]) == [payload(1, size), payload(2, size)]
+
+
+def test_slots_for_the_next_put_come_with_the_outcomes_of_this_one_and_end_with_a_removal() -> None:
+    with running_daemon() as daemon, client_of(daemon) as client:
+        connection = client._connection
+        assert connection is not None
+        steps = connection._steps
+        assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
+        assert steps.grants_free == 0  # this may have been the only one
+        steps.keep_grants(keep=True)  # so that the clock has no say in this
+        connection._put_ended_s = math.inf
+        assert client.put("s", {key(name): payload(name) for name in range(2, 7)}) == dict.fromkeys(
+            map(key, range(2, 7)), Stored()
+        )
+        assert steps.grants_free == 5
+        assert admin.remove(daemon.endpoint, admin.selection())["evicted_chunks"] == 6
+        assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
+        assert client.get("s", [key(1)]) == [payload(1)]
+        steps.keep_grants(keep=False)
+        eventually(lambda: daemon.tier()["granted_bytes"] == 0, "slots kept for a next put go back")
+
+
+def test_a_put_whose_second_part_fails_leaves_its_first_part_and_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "PUT_PART_BYTES_MIN", CHUNK_BYTES)
+    chunks = {key(name): payload(name) for name in range(8)}
+    with running_daemon() as daemon, client_of(daemon) as client:
+        connection = client._connection
+        assert connection is not None
+        ended_copy, parts = connection._ended_copy, []
+
+        def failing_at_the_second(job: int) -> Finished:
+            parts.append(job)
+            if len(parts) == 2:
+                raise OSError("the copy failed")
+            return ended_copy(job)
+
+        connection._ended_copy = failing_at_the_second  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="the copy failed"):
+            client.put("s", chunks)
+        eventually(lambda: daemon.tier()["granted_bytes"] == 0, "the slots of the second part are free again")
+        assert client.lookup("s", list(chunks)) == [Lookup.CPU] * 6 + [Lookup.MISS] * 2
+        connection._ended_copy = ended_copy  # type: ignore[method-assign]
+        assert list(client.put("s", chunks).values()) == [Present()] * 6 + [Stored()] * 2
+        assert client.get("s", list(chunks)) == list(chunks.values())
 
 
 def test_a_chain_longer_than_the_tier_keeps_its_head_and_its_tail_is_rejected() -> None:
@@ -158,19 +223,23 @@ def test_a_put_of_more_chunks_than_the_queue_takes_is_stored_whole(monkeypatch: 
 
 def test_chunks_too_small_for_the_table_to_name_them_all_still_make_room_for_new_ones(daemon: Daemon) -> None:
     with client_of(daemon, chunk_bytes=4096) as client:
+        refused = 0
         for start in range(0, 4000, 200):
             names = range(start, start + 200)
-            assert set(client.put("s", {key(name): payload(name, 4096) for name in names}).values()) == {Stored()}
+            outcomes = client.put("s", {key(name): payload(name, 4096) for name in names})
+            assert set(outcomes.values()) <= {Stored(), Rejected(RejectReason.TIER_FULL)}
+            refused += sum(outcome != Stored() for outcome in outcomes.values())
+        assert refused < 100  # by chance: all places where the table looks for a key hold chunks that have children
         kept = client.get("s", [key(name) for name in range(3800, 4000)])
         assert all(found in (None, payload(name, 4096)) for name, found in zip(range(3800, 4000), kept, strict=True))
         assert sum(found is not None for found in kept) > 150
     tier = daemon.tier()
-    assert tier["evictions"] == 4000 - tier["chunks"]
+    assert tier["evictions"] == 4000 - refused - tier["chunks"]
     assert tier["used_bytes"] < tier["capacity_bytes"] / 2  # it is the table that is full
 
 
 def test_an_attach_that_fails_half_way_leaves_no_session(daemon: Daemon) -> None:
-    with pytest.raises(ValueError, match=r"a copier of 0 threads"):
+    with pytest.raises(ConfigurationError, match=r"a copier of 0 threads"):
         client_of(daemon, copy_threads=0)
 
     def only_who_asks() -> bool:
@@ -293,6 +362,7 @@ def test_a_forked_child_does_not_keep_a_dead_processs_slots() -> None:
 
 def test_a_hang_up_of_a_living_process_ends_leases_but_no_grant(daemon: Daemon) -> None:
     hold = """
+import socket
 import sys
 from kvstore._native import slot_offset
 from kvstore.session import Attachment, Role, Session
@@ -309,8 +379,8 @@ steps.lease(*stored)
 steps.settle(10)
 print("leased", flush=True)
 sys.stdin.readline()
-session.close()
-print("closed", flush=True)
+session._sock.shutdown(socket.SHUT_RDWR)  # without a goodbye
+print("hung up", flush=True)
 sys.stdin.readline()
 """
     with subprocess.Popen(
@@ -323,7 +393,7 @@ sys.stdin.readline()
         assert (tier["pinned_bytes"], tier["granted_bytes"]) == (4096, 4096)
         process.stdin.write("\n")
         process.stdin.flush()
-        assert process.stdout.readline() == "closed\n"
+        assert process.stdout.readline() == "hung up\n"
         eventually(lambda: daemon.tier()["pinned_bytes"] == 0, "the lease ends")
         assert daemon.tier()["granted_bytes"] == 4096
         process.kill()

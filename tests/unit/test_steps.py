@@ -261,10 +261,18 @@ def test_a_full_queue_drops_touches_first_and_then_turns_commits_into_aborts(
     assert ([at.slot for at in request.aborts], list(request.touches)) == ([4, 5], [])
 
 
-def test_a_full_queue_aborts_no_commit_that_somebody_waits_for(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_aborts_no_commit_that_somebody_waits_for(
+    daemon: FakeDaemon, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(steps_module, "QUEUED_OPERATIONS_MAX", 4)
-    tickets = [steps.commit(slot, 1, TENANT, key(slot), b"", waited_for=True) for slot in range(6)]
+    refs, keys = [(slot, 1) for slot in range(6)], [key(slot) for slot in range(6)]
+    steps.touch(TENANT, keys[:2])
+    tickets = steps.commit_many(refs, TENANT, keys, [b"", *keys[:-1]])
     assert steps.wait(tickets, WAIT_S) == [Outcome.STORED] * 6
+    request = daemon.next()
+    assert [commit.at.slot for commit in request.commits] == list(range(6))
+    assert [commit.parent for commit in request.commits] == [b"", *keys[:-1]]
+    assert list(request.touches) == []
 
 
 def test_closing_sends_what_is_queued_and_gives_grants_back(daemon: FakeDaemon, session: FakeSession) -> None:

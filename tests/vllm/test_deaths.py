@@ -5,79 +5,37 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from connector.testing import Completion, Engine, random_prompt
-from kvstore.testing import Daemon, start_daemon
+from kvstore.testing import Daemon
+from tests.crash import engine_kills
+from tests.crash.engine_kills import EngineKills, right_answers
+from tests.vllm.node import Node, wait_until
 from tests.vllm.support import (
     ARGUMENTS,
     BLOCK_TOKENS,
     CPU_BYTES,
     FULL_CHUNKS,
-    HASH_SEED,
     PROMPT_TOKENS,
-    Store,
     loaded_chunks,
     serving_engine,
 )
 
-WAIT_S = 60.0
 STOPPED_S = 10.0
 SMALL_CPU_BYTES = "8MiB"  # some 40 chunks
 WORKING_SET = 12  # prompts, of 8 chunks each
 
 
-class Node:
-    """One runtime directory, and whichever daemon lives there now."""
-
-    def __init__(self, runtime_dir: Path) -> None:
-        self.runtime_dir = runtime_dir
-        self.start(CPU_BYTES)
-
-    def start(self, cpu_bytes: str) -> None:
-        self.daemon = start_daemon(runtime_dir=self.runtime_dir, cpu_bytes=cpu_bytes, hash_seed=HASH_SEED)
-        self.daemon.wait_until_ready()
-        self.store = Store(self.daemon)
-
-    def kill(self) -> None:
-        self.daemon.kill()
-        self.daemon.log_path.unlink()
-
-    def wait_for_engines(self, count: int) -> None:
-        wait_until(lambda: engines_attached(self.daemon) == count, f"{count} engines are attached")
-
-
-def engines_attached(daemon: Daemon) -> int:
-    """Engines of which every session is listed."""
-    roles = Counter((session["group"], session["role"]) for session in daemon.stats()["sessions"])  # type: ignore[attr-defined]
-    groups = {group for group, role in roles if role == "worker"}
-    return sum(roles[group, "scheduler"] == 1 for group in groups)
-
-
-def wait_until(happened: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not happened():
-        assert time.monotonic() < deadline_s, f"did not happen within {WAIT_S:g} s: {what}"
-        threading.Event().wait(0.02)
-
-
-def granted_and_pinned(daemon: Daemon) -> tuple[int, int]:
-    tier = daemon.tier()
-    return tier["granted_bytes"], tier["pinned_bytes"]
-
-
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    node = Node(tmp_path_factory.mktemp("r") / "k")
+    node = Node(tmp_path_factory.mktemp("r") / "k", CPU_BYTES)
     yield node
-    node.daemon.assert_sound()
-    assert node.daemon.stop() == 0
-    node.daemon.log_path.unlink()
+    node.stop()
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +85,7 @@ def test_a_chunk_that_both_compute_is_stored_once(
 
     computed = node.store.until_committed(engines[0], FULL_CHUNKS, compute)
     assert tokens(computed) == 2 * expected(oracle, [prompt])
-    wait_until(lambda: granted_and_pinned(node.daemon) == (0, 0), "the slots of the slower engine come back")
+    node.wait_for_quiet()  # the slots of the slower engine come back
     assert node.store.stores() == stores + FULL_CHUNKS
     assert node.daemon.tier()["chunks"] == chunks + FULL_CHUNKS
     node.daemon.assert_sound()
@@ -152,7 +110,7 @@ def test_requests_end_rightly_while_the_daemon_is_stopped(
     assert [tokens(answer) for answer in answers] == [right, right]
 
     # It hears of everything in the end, and serves as before.
-    wait_until(lambda: granted_and_pinned(node.daemon) == (0, 0), "nothing stays granted or leased")
+    node.wait_for_quiet()
     node.daemon.assert_sound()
     _stores_and_loads(engines, node, oracle, seed=130)
 
@@ -220,8 +178,20 @@ def test_a_tier_far_smaller_than_the_working_set_costs_no_token(
     tier = node.daemon.tier()
     assert tier["evictions"] > 0
     assert tier["hits"] > 0
-    wait_until(lambda: granted_and_pinned(node.daemon) == (0, 0), "nothing stays granted or leased")
+    node.wait_for_quiet()
     node.daemon.assert_sound()
+
+
+def test_killed_processes_of_real_engines_cost_no_token_and_leave_nothing_behind(
+    engines: tuple[Engine, Engine], node: Node, oracle: Engine
+) -> None:
+    """A share of `python -m tests.crash.engine_kills`, which is the whole of it."""
+    node.kill()
+    node.start(engine_kills.CPU_BYTES)
+    node.wait_for_engines(2)
+    running = EngineKills(node, engines, right_answers(oracle), seed=170)
+    for victim in ("daemon", "worker"):
+        running.kill_once(victim)
 
 
 def test_a_preempted_request_is_reloaded_and_gets_the_right_tokens(
@@ -244,4 +214,4 @@ def test_a_preempted_request_is_reloaded_and_gets_the_right_tokens(
         assert loaded_chunks(engine) >= 1
     assert tokens(answers) == expected(oracle, prompts, max_tokens=200)
     assert node.store.hits() > hits
-    wait_until(lambda: granted_and_pinned(node.daemon) == (0, 0), "nothing stays granted or leased")
+    node.wait_for_quiet()
