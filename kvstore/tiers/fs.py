@@ -12,9 +12,10 @@ What orders them
     write       slot taken -> header and payload in one write -> held, STORED -> index record with the next commit
     evict       out of the catalog -> commit without the record -> slot free.        So a record in the index always
                 points at a slot that nobody has written to since, and a kill makes no index lie.
-    remove      out of the catalog, running writes doomed -> commit -> headers zeroed and synced -> reported.
-                Zeroed are also free slots that still bear a header of what is removed (`ghosts`: an eviction leaves it
-                there, a failed write may have), and what a running write was going to overwrite, should it fail.
+    remove      running writes doomed, out of reach -> out of the catalog -> commit -> headers zeroed and synced ->
+                reported (fs_removal). Zeroed are also free slots that still bear a header of what is removed (`ghosts`:
+                an eviction leaves it there, a failed write may have), and what a running write was going to overwrite,
+                should it fail.
     retire      all chunks of a slab out of the catalog -> commit -> another epoch in its header, synced -> unlinked
     stop        I/O has returned -> last commit -> ghosts zeroed -> LMDB synced -> STATE says clean
 A slot with I/O is neither freed, evicted nor rewritten until that I/O has returned: a write's slot is `taken`, a read's
