@@ -23,9 +23,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from connector import identity, metrics
+from connector.admission import Admission
 from connector.config import ConnectorConfig
 from connector.link import Link
 from connector.pages import rank_pages
+from connector.priors import engine_priors, learning
 from connector.scheduler import Attached, Geometry, Probe, Rules, SchedulerHalf
 from connector.transfer import HostTransfer, Mapped
 from connector.worker import WorkerHalf
@@ -119,6 +121,12 @@ class KVStoreSpec(OffloadingSpec):
                 algorithm,
                 identity.probe_value(algorithm, engine.hash_seed),
                 lambda: identity.effective_seed_problem(algorithm, engine.hash_seed),
+            ),
+            Admission(
+                engine.config.admission,
+                engine_priors(engine.vllm_config),
+                tokens_per_chunk=tokens_per_chunk,
+                learning=learning(engine.vllm_config),
             ),
         )
 

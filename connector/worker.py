@@ -46,6 +46,7 @@ class WorkerHalf(OffloadingWorker):
         self._refused: list[int] = []  # jobs that ended without a copy, not yet reported
         self._failed: dict[int, set[int]] = {}  # reported, not yet taken
         self._unloaded_blocks: set[int] = set()
+        self._copy_s: dict[int, float] = {}  # jobs reported, not yet taken
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         self._submit(job_id, dst_spec, src_spec, is_load=False)
@@ -82,6 +83,7 @@ class WorkerHalf(OffloadingWorker):
         self._refused.clear()
         for finished in self._transfer.finished():
             self._end(finished.job, set(finished.failed))
+            self._copy_s[finished.job] = finished.seconds
             results.append(
                 TransferResult(
                     finished.job, success=True, transfer_size=finished.nbytes, transfer_time=finished.seconds
@@ -104,6 +106,11 @@ class WorkerHalf(OffloadingWorker):
         """Per job reported since the last call: the positions of its chunks that failed."""
         failed, self._failed = self._failed, {}
         return failed
+
+    def take_copy_s(self) -> dict[int, float]:
+        """Per job reported since the last call that copied anything: how long the copy ran."""
+        copy_s, self._copy_s = self._copy_s, {}
+        return copy_s
 
     def take_unloaded_blocks(self) -> set[int]:
         """Device blocks of failed loads reported since the last call, with all that follow them in the request."""

@@ -33,6 +33,8 @@ WRITE_AFTER_USES_MIN, WRITE_AFTER_USES_DEFAULT, WRITE_AFTER_USES_MAX = 2, 2, 1_0
 N_READ_THREADS_DEFAULT = 16
 N_WRITE_THREADS_DEFAULT = 8
 METRICS_LISTEN_DEFAULT = "127.0.0.1:9765"
+EVICTION_POLICIES = ("adaptive", "lru", "probation")  # names of the native core's
+EVICTION_POLICY_DEFAULT = "adaptive"  # docs/decisions/010-eviction-policy.md
 
 _DURATIONS_MS = {"ms": 1, "": 1_000, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _UNITS = {"": 1, "B": 1} | {
@@ -44,7 +46,9 @@ _UNITS |= {"KB": 1000, "KiB": 1024}
 
 # Variables of this prefix that are not settings of the daemon: the commands', the tests', and those that Kubernetes
 # gives every container when a Service is called "kvstore".
-_OTHER_VARIABLES = re.compile(r"KVSTORE_(ENDPOINT|VERIFY|CONFIG|TEST_.*|SERVICE_HOST|SERVICE_PORT.*|PORT|PORT_.*)")
+_OTHER_VARIABLES = re.compile(
+    r"KVSTORE_(ENDPOINT|PROFILE|VERIFY|CONFIG|TEST_.*|SERVICE_HOST|SERVICE_PORT.*|PORT|PORT_.*)"
+)
 
 
 class WritePolicy(enum.StrEnum):
@@ -75,6 +79,7 @@ class ServeConfig:
     scrub_bytes_per_s: int | None  # read in the background to be checked; None: nothing is
     hash_seed: str
     require_cache_salt: bool
+    eviction_policy: str  # one of EVICTION_POLICIES
     metrics_listen: ListenAddress | None  # None: off
     allow_uids: frozenset[int]
     socket_mode: int  # 0o600 or 0o660
@@ -259,6 +264,14 @@ def _mode(value: object) -> int:
     return int(text.removeprefix("0o"), 8)
 
 
+def eviction_policy(value: object) -> str:
+    """ValueError."""
+    text = _text(value)
+    if text not in EVICTION_POLICIES:
+        raise ValueError(f"{text!r} is none of {', '.join(EVICTION_POLICIES)}")
+    return text
+
+
 def _listen(value: object) -> ListenAddress | None:
     text = _text(value)
     if text == "off":
@@ -282,6 +295,7 @@ _SETTINGS: dict[str, tuple[Callable[[object], object], object]] = {
     "scrub_bytes_per_s": (parse_bytes, None),
     "hash_seed": (_text, None),
     "require_cache_salt": (_flag_value, False),
+    "eviction_policy": (eviction_policy, EVICTION_POLICY_DEFAULT),
     "metrics_listen": (_listen, _listen(METRICS_LISTEN_DEFAULT)),
     "allow_uid": (_uids, frozenset()),
     "socket_mode": (_mode, 0o600),
@@ -341,6 +355,7 @@ def _checked(values: dict[str, Any], environment: Mapping[str, str]) -> ServeCon
         scrub_bytes_per_s=values["scrub_bytes_per_s"] or None,
         hash_seed=seed,
         require_cache_salt=values["require_cache_salt"],
+        eviction_policy=values["eviction_policy"],
         metrics_listen=values["metrics_listen"],
         allow_uids=allow_uids,
         socket_mode=socket_mode,

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from kvstore.config import (
+    EVICTION_POLICIES,
+    EVICTION_POLICY_DEFAULT,
     METRICS_LISTEN_DEFAULT,
     N_READ_THREADS_DEFAULT,
     N_WRITE_THREADS_DEFAULT,
@@ -69,6 +71,10 @@ def serve(
     require_cache_salt: Annotated[
         bool | None, typer.Option("--require-cache-salt", help="Refuse chunks without a tenant.")
     ] = None,
+    eviction_policy: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(EVICTION_POLICIES)}. Default: {EVICTION_POLICY_DEFAULT}."),
+    ] = None,
     metrics_listen: Annotated[
         str | None, typer.Option(help=f"HOST:PORT for Prometheus, or off. Default: {METRICS_LISTEN_DEFAULT}.")
     ] = None,
@@ -95,6 +101,7 @@ def serve(
         "scrub_bytes_per_s": scrub_bytes_per_s,
         "hash_seed": hash_seed,
         "require_cache_salt": require_cache_salt,
+        "eviction_policy": eviction_policy,
         "metrics_listen": metrics_listen,
         "allow_uid": allow_uid or None,
         "socket_mode": socket_mode,

@@ -1091,6 +1091,10 @@ class FsTier:
     async def keep_quotas(self, quotas: dict[str, dict[str, int]]) -> None:
         await self._ask(partial(self._directory.keep_quotas, quotas, self._small_files_bytes_max))
 
+    async def keep_learned(self, learned: dict[str, dict[str, str]]) -> None:
+        """By kind of engine and name. LimitExceeded when there is no room for it; OSError."""
+        await self._ask(partial(self._directory.keep_learned, learned, self._small_files_bytes_max))
+
     @property
     def _small_files_bytes_max(self) -> int:
         return small_files_bytes_for(self._options.fs_bytes)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import (
+    EVICTION_POLICIES,
     ListenAddress,
     ServeConfig,
     WritePolicy,
@@ -15,6 +16,7 @@ from kvstore.config import (
     serve_config,
 )
 from kvstore.errors import ConfigurationError
+from tests.unit.native_store import native_store
 
 SEED = {"PYTHONHASHSEED": "0"}
 
@@ -70,11 +72,19 @@ def test_defaults() -> None:
         scrub_bytes_per_s=None,
         hash_seed="0",
         require_cache_salt=False,
+        eviction_policy="adaptive",
         metrics_listen=ListenAddress("127.0.0.1", 9765),
         allow_uids=frozenset(),
         socket_mode=0o600,
     )
     assert found.endpoint == "unix:///x/kvstore.sock"
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_every_eviction_policy_is_one_of_the_core_too(policy: str) -> None:
+    assert config({"eviction_policy": policy}).eviction_policy == policy
+    with native_store(eviction_policy=policy) as store:
+        assert store.put(1)
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
@@ -109,6 +119,7 @@ def test_variables_of_commands_and_of_kubernetes_are_not_settings() -> None:
         ({"allow_uid": ["root"]}, r"--allow-uid: 'root' is not a numeric user id"),
         ({"allow_uid": ["1000"]}, r"--allow-uid 1000 needs .* --socket-mode is 0600; add --socket-mode 0660"),
         ({"require_cache_salt": "perhaps"}, r"--require-cache-salt: 'perhaps' is neither true nor false"),
+        ({"eviction_policy": "fifo"}, r"--eviction-policy: 'fifo' is none of adaptive, lru, probation"),
         ({"runtime_dir": "/" + "x" * 100}, r"socket path .* has 114 bytes, and the kernel takes 107"),
         ({"hash_seed": "random"}, r"PYTHONHASHSEED is 'random'.*--hash-seed"),
     ],
