@@ -41,8 +41,8 @@ def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
     for tier in reply.tiers:
         if tier.sick or tier.dropped_stores or tier.quarantined_slots:
             state = f"sick: {tier.sick}" if tier.sick else "well"
-            counts = f"{tier.dropped_stores} stores dropped, {tier.quarantined_slots} slots quarantined"
-            console.print(f"{tier.name}: {state}; {counts} so far", highlight=False)
+            lost = f"{tier.dropped_stores} stores dropped, {tier.quarantined_slots} slots quarantined"
+            console.print(f"{tier.name}: {state}; {lost} so far", highlight=False)
     sessions = Table("role", "group", "pid", "uid", "rank", "namespace")
     for session in reply.sessions:
         sessions.add_row(

@@ -347,7 +347,7 @@ def test_a_directory_removed_under_load_costs_the_tier_only(fs_dir: Path) -> Non
 
 
 def test_write_back_writes_before_it_evicts_and_all_of_it_at_a_stop(fs_dir: Path) -> None:
-    flags = [*fs_flags(fs_dir), "--write-policy", "write_back"]
+    flags = [*fs_flags(fs_dir), "--write-policy", "write_back", "--eviction-policy", "lru"]
     with (
         running_daemon(cpu_bytes=64 * 12_288, arguments=flags) as daemon,
         client_of(daemon) as client,
