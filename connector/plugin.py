@@ -6,6 +6,7 @@ called by one thread, the engine's.
 """
 
 import logging
+import time
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connector import identity
+from connector.adapters import Adapters
 from connector.config import ConnectorConfig
 from connector.layout import tp_problem
 from connector.messages import WorkerOutcomes
@@ -45,6 +47,7 @@ class KVStoreConnector(OffloadingConnector):
         _require_served(vllm_config, kv_cache_config)
         _require_tp(vllm_config, config)
         self._reset_in_this_step = False
+        self._adapters = Adapters(repr(getattr(vllm_config.lora_config, "lora_dtype", None)), started_ns=time.time_ns())
         self._engine = Engine(config, vllm_config, kv_cache_config, identity.engine_hash_seed())
         with building(self._engine):
             super().__init__(vllm_config, role, kv_cache_config)
@@ -104,10 +107,16 @@ class KVStoreConnector(OffloadingConnector):
     # ---- the scheduler's process
 
     def on_new_request(self, request: Request) -> None:
+        lora, adapter = request.lora_request, b""
+        if lora is not None:
+            adapter = self._adapters.digest(
+                lora.lora_int_id, lora.lora_path, replaced_in_place=bool(getattr(lora, "load_inplace", False))
+            )
         self._scheduler_half.register(
             request.request_id,
             salt=request.cache_salt,
-            has_lora=request.lora_request is not None,
+            has_lora=lora is not None,
+            adapter=adapter,
             prompt_tokens=request.num_tokens,
             hashes=request.block_hashes,
         )
@@ -194,12 +203,11 @@ def _read_config(vllm_config: VllmConfig) -> ConnectorConfig:
 def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """ValueError for an engine that this version cannot serve, before anything is built."""
     parallel = vllm_config.parallel_config
-    for option in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if (size := getattr(parallel, option)) != 1:
-            raise ValueError(
-                f"KVStoreConnector serves tensor parallel engines for now, and this one has {option}={size}: start it "
-                "with 1, or without --kv-transfer-config"
-            )
+    if (size := parallel.prefill_context_parallel_size) != 1:
+        raise ValueError(
+            f"KVStoreConnector does not know how prefill context parallel ranks share a KV cache, and this engine has "
+            f"prefill_context_parallel_size={size}: start it with 1, or without --kv-transfer-config"
+        )
     for group in kv_cache_config.kv_cache_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
             if not isinstance(spec, AttentionSpec | MambaSpec):

@@ -45,6 +45,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from connector import compat, metrics
+from connector.adapters import derived_keys
 from connector.admission import FS as FS_TIER
 from connector.admission import PROBE_CHUNKS, Admission, Hit, LoadVerdict, Mode, StoreVerdict, leading
 from connector.layout import whole_chunks
@@ -213,6 +214,7 @@ class RequestRecord:
     hashes: Sequence[bytes] = field(repr=False)  # vLLM's own list
     prompt_tokens: int
     rows: Sequence[Row]  # by kind
+    adapter: bytes = b""  # digest of its LoRA adapter
     finished: bool = False
     load: LoadVerdict | None = None  # of the hit as it was last
     store: StoreVerdict | None = None  # of all its chunks, from the first offer on
@@ -235,6 +237,10 @@ class RequestRecord:
 
     def may_load_from(self, medium: Medium) -> bool:
         return self.tiers is None or self.tiers.allows(medium, Locality.LOCAL)
+
+    def stored_as(self, hashes: list[bytes]) -> list[bytes]:
+        """The keys under which the store knows chunks with these hashes of vLLM's."""
+        return derived_keys(hashes, self.adapter) if self.adapter else hashes
 
     def tenant(self, attached: Attached) -> bytes:
         if self.tenant_of is None or self.tenant_of[0] is not attached:
@@ -329,22 +335,31 @@ class SchedulerHalf(OffloadingManager):
     # ---- requests
 
     def register(
-        self, req_id: str, *, salt: str | None, has_lora: bool, prompt_tokens: int, hashes: Sequence[bytes]
+        self,
+        req_id: str,
+        *,
+        salt: str | None,
+        has_lora: bool,
+        prompt_tokens: int,
+        hashes: Sequence[bytes],
+        adapter: bytes = b"",
     ) -> None:
-        """A request arrived; `hashes` is the list that vLLM extends. Called before vLLM's own `on_new_request`."""
+        """A request arrived; `hashes` is the list that vLLM extends. `adapter`: the digest of its LoRA adapter, b""
+        when it is not known. Called before vLLM's own `on_new_request`."""
         self._check_seed()
         salt = salt or None  # vLLM hashes an empty salt as none
         attached = self._link.current
         salt_required = self._rules.require_cache_salt or (attached is not None and attached.session.require_cache_salt)
-        if has_lora:
+        if has_lora and not adapter:
             self._say(
-                "kvstore: requests with a LoRA adapter are neither stored nor loaded: vLLM's keys name the adapter, "
-                "not its content"
+                "kvstore: requests with a LoRA adapter are neither stored nor loaded while the digest of its files is "
+                "not known: vLLM's keys name the adapter, not its content"
             )
         record = RequestRecord(
             req_id=req_id,
             salt=salt,
-            served=not has_lora and (salt is not None or not salt_required),
+            served=(bool(adapter) or not has_lora) and (salt is not None or not salt_required),
+            adapter=adapter,
             hashes=hashes,
             prompt_tokens=prompt_tokens,
             rows=[
@@ -488,11 +503,11 @@ class SchedulerHalf(OffloadingManager):
         return Found(attached, chunks, coming)
 
     def _find(
-        self, attached: Attached, record: RequestRecord, row: Row, hashes: Sequence[bytes]
+        self, attached: Attached, record: RequestRecord, row: Row, hashes: list[bytes]
     ) -> tuple[bytes, NDArray[np.uint32], NDArray[np.uint64]]:
         """Code, slot and generation of each, from the shared table."""
         namespace = attached.steps.group.kinds[row.kind].namespace_id
-        return attached.session.table.lookup(namespace, record.tenant(attached), hashes)
+        return attached.session.table.lookup(namespace, record.tenant(attached), record.stored_as(hashes))
 
     def _admit_load(self, record: RequestRecord, attached: Attached, looked_up: Sequence[LookedUp]) -> int | None:
         """Up to which token the request may load, in whole chunks. None: as far as there is anything, for what hits
@@ -512,8 +527,8 @@ class SchedulerHalf(OffloadingManager):
                 below = [
                     get_offload_block_hash(key) for key, code in zip(lead.keys, lead.codes, strict=True) if code == FS
                 ]
-                tenant = record.tenant(attached)
-                attached.steps.promote(tenant, below[:PROBE_CHUNKS], kind=lead.row.kind, waited=False)
+                probed = record.stored_as(below[:PROBE_CHUNKS])
+                attached.steps.promote(record.tenant(attached), probed, kind=lead.row.kind, waited=False)
         if not verdict.loads:
             return 0
         # Windows are kept only where vLLM may cut: with some a hit is loaded whole or not at all.
@@ -584,7 +599,7 @@ class SchedulerHalf(OffloadingManager):
         """Ask for as many as a round takes. Returns the number to wait for; None: nothing was asked for."""
         ticket = None
         for kind, own in itertools.groupby(keys[:PROMOTES_PER_ROUND], self._kind):
-            hashes = [get_offload_block_hash(key) for key in own]
+            hashes = record.stored_as([get_offload_block_hash(key) for key in own])
             ticket = attached.steps.promote(record.tenant(attached), hashes, kind=kind, waited=waited)
         return ticket
 
@@ -735,7 +750,7 @@ class SchedulerHalf(OffloadingManager):
         for offers, _ in stored:
             if offers.wanted:
                 job.first_chunks[offers.row.kind] = offers.wanted[0].position
-            job.parents += [self._parent(offers.row, offer.position) for offer in offers.wanted]
+            job.parents += [self._parent(record, offers.row, offer.position) for offer in offers.wanted]
         for key in job.keys:
             self._storing[job.tenant, key] = job
         return PrepareStoreOutput(keys_to_store, job.spec, evicted_keys=[])
@@ -819,10 +834,10 @@ class SchedulerHalf(OffloadingManager):
             tier_full=attached.steps.cpu_full,
         )
 
-    def _parent(self, row: Row, position: int) -> bytes:
+    def _parent(self, record: RequestRecord, row: Row, position: int) -> bytes:
         if position == 0 or not row.geometry.is_chain:
             return b""
-        [parent] = row.chunk_hashes(position - 1, position)
+        [parent] = record.stored_as(row.chunk_hashes(position - 1, position))
         return parent
 
     def _touch(self, attached: Attached, record: RequestRecord, offers: Offers) -> None:
@@ -840,7 +855,7 @@ class SchedulerHalf(OffloadingManager):
             touched = [get_offload_block_hash(key) for _, key in used]
             again = sum(position < row.used for position, _ in used)
         if touched:
-            attached.steps.touch(record.tenant(attached), touched, again=again, kind=row.kind)
+            attached.steps.touch(record.tenant(attached), record.stored_as(touched), again=again, kind=row.kind)
         row.used = max(row.used, offers.last + 1)
 
     def _touch_loaded(self, attached: Attached, record: RequestRecord, row: Row, loaded: list[bytes]) -> None:
@@ -850,7 +865,7 @@ class SchedulerHalf(OffloadingManager):
             touched = chain[: chain.index(loaded[-1], row.lookup_from) + 1]
             again = min(row.used, len(touched))
             row.used = max(row.used, len(touched))
-        attached.steps.touch(record.tenant(attached), touched, again=again, kind=row.kind)
+        attached.steps.touch(record.tenant(attached), record.stored_as(touched), again=again, kind=row.kind)
 
     def _refuse(self, row: Row, position: int, count: int) -> None:
         if row.geometry.is_chain and (row.refused_from is None or position < row.refused_from):
@@ -1010,9 +1025,10 @@ class SchedulerHalf(OffloadingManager):
         places = zip(job.spec.slots.tolist(), job.spec.generations.tolist(), strict=True)
         if job.is_store:
             kept = self._kept(job)
+            stored_as = job.record.stored_as([get_offload_block_hash(key) for key in job.keys])
             for i, (slot, generation) in enumerate(places):
                 if i in kept:
-                    steps.commit(slot, generation, job.tenant, get_offload_block_hash(job.keys[i]), job.parents[i])
+                    steps.commit(slot, generation, job.tenant, stored_as[i], job.parents[i])
                 else:
                     steps.abort(slot, generation)
                 if self._storing.get((job.tenant, job.keys[i])) is job:

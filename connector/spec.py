@@ -5,7 +5,7 @@ that is being built (`building`). Without one the spec refuses: under vLLM's sto
 could not be reported, and its bytes would be used.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ from connector.link import Link
 from connector.pages import rank_pages
 from connector.priors import engine_priors, learning
 from connector.scheduler import Attached, Geometry, KindGeometry, Probe, Rules, SchedulerHalf
+from connector.stages import document_of_all_stages, gather_from_all_ranks, page_bytes_of_ranks
 from connector.transfer import HostTransfer, Mapped
 from connector.worker import WorkerHalf
 from kvstore.session import Attachment, Kind, Role, Session
@@ -153,6 +154,11 @@ class KVStoreSpec(OffloadingSpec):
         parallel = self.config.parallel
         tp_lcm_size = engine.config.tp_lcm_size or engine.vllm_config.parallel_config.tensor_parallel_size
         kinds, layouts, regions = [], [], {}
+        in_stages = parallel.pp_size > 1
+        page_bytes: Sequence[tuple[int, ...]] = [()] * len(self.config.groups)
+        if in_stages:
+            own = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
+            page_bytes = page_bytes_of_ranks(own, parallel.world_size, gather_from_all_ranks)
         for number, config in enumerate(self.config.groups):
             group = engine.kv_cache_config.kv_cache_groups[config.group_id]
             pages = rank_pages(
@@ -164,6 +170,7 @@ class KVStoreSpec(OffloadingSpec):
                 tp_lcm_size=tp_lcm_size,
                 rank=parallel.rank,
                 ranks=parallel.world_size,
+                page_bytes=page_bytes[number],
             )
             namespace = identity.namespace_document(
                 engine.vllm_config,
@@ -174,6 +181,8 @@ class KVStoreSpec(OffloadingSpec):
                 heads=pages.heads,
                 group=number,
             )
+            if in_stages:
+                namespace = document_of_all_stages(namespace, gather_from_all_ranks)
             layout = pages.layout
             kinds.append(Kind(namespace, layout.chunk_bytes, layout.range_offset, layout.range_bytes))
             layouts.append(layout)
