@@ -248,7 +248,9 @@ class Admission:
     @property
     def known(self) -> bool:
         """Whether recomputing is known well enough to decline a load or a store."""
-        self._known = self._known or self._recompute.estimate.observation_count >= KNOWN_OBSERVATIONS
+        # Steps seen, not observations of the estimate: that starts anew when a guess turns out far off.
+        observed = self._recompute.estimate.observation_count > 0
+        self._known = self._known or (observed and self.queue.prefill_steps >= KNOWN_OBSERVATIONS)
         return self._known
 
     def copied(self, *, store: bool, chunks: int, chunk_bytes: int, seconds: float) -> None:
@@ -593,6 +595,7 @@ class Admission:
                     continue
                 if isinstance(document, dict) and estimates[name].restore(document):
                     self._documented[name] = estimates[name].observation_count
+                    self._known = self._known or (name == "recompute" and estimates[name].observation_count > 1)
         self._refresh()
 
     def _estimates(self) -> dict[str, Estimate]:

@@ -440,3 +440,14 @@ def test_what_one_engine_learned_another_goes_on_from() -> None:
 def test_the_head_of_a_lookup_is_counted() -> None:
     assert leading(bytes([1, 1, 2, 1]), 2, 3) == 2
     assert leading(b"", 1) == 0
+
+
+def test_a_guess_that_was_far_off_is_known_better_after_a_few_steps_and_by_the_next_engine() -> None:
+    rig = Rig(recompute_known=False)
+    for _ in range(KNOWN_OBSERVATIONS + 1):
+        assert not rig.admission.known or rig.admission.queue.prefill_steps >= KNOWN_OBSERVATIONS
+        step(rig, [("new", 0, 2048)], 1000 * recompute_s(MODEL, 0, 2048))
+    assert rig.admission.known
+    other = Rig(recompute_known=False)
+    other.admission.restore(rig.admission.documents())
+    assert other.admission.known

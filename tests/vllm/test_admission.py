@@ -156,8 +156,7 @@ def test_prompts_that_never_repeat_are_not_stored_for_long(wide_model: Path, tmp
             for i in range(UNIQUE - UNIQUE_LAST, UNIQUE):
                 engine.generate(random_prompt(20_000 + i, PROMPT_TOKENS), max_tokens=1)
             assert store.stores() - before <= UNIQUE_LAST * CHUNKS // 100
-            # Prompts that do come back are stored again: what was refused was remembered.
-            again = random_prompt(20_000, PROMPT_TOKENS)
+            # What was stored while too little was known is of use all the same.
             engine.reset_prefix_cache()
-            engine.generate(again)
-            assert store.hits() > 0
+            engine.generate(random_prompt(20_000, PROMPT_TOKENS))
+            assert wait_up_to(store.hits, CHUNKS) == CHUNKS
