@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +46,12 @@ from vllm.v1.kv_offload.base import (
 
 from connector import compat, metrics
 from connector.adapters import derived_keys
+from connector.admission import FS as FS_TIER
+from connector.admission import PROBE_CHUNKS, Admission, Hit, LoadVerdict, Mode, StoreVerdict, leading
 from connector.layout import whole_chunks
 from connector.link import Link
 from connector.messages import ChunkSpec
+from connector.observations import Scheduled
 from kvstore._native import CPU, FS, MISS, PENDING, class_bytes
 from kvstore.limits import HEARTBEAT_STALE_MS, PROMOTES_PER_ROUND, grants_left
 from kvstore.session import Session
@@ -56,6 +60,7 @@ from kvstore.steps import Outcome, Steps
 logger = logging.getLogger("vllm.connector.scheduler")
 
 HEARTBEAT_HUNG_MS = 1000.0
+LEARNED_TOLD_S = 5.0
 STORE_WAIT_S = 1.0  # how long a request's store may wait for grants; docs/decisions/002
 GRANTS_RETRY_S = 0.1  # a full tier is not asked again in every step
 NOWHERE = (0, 2**64 - 1)  # a place whose generation no slot ever has: its load fails
@@ -100,6 +105,11 @@ class Geometry:
     blocks_per_chunk: int
     ranks: int
 
+    @property
+    def lead(self) -> int:
+        """The kind that admission decides by: the first chain; the others follow its tokens."""
+        return next((number for number, kind in enumerate(self.kinds) if kind.is_chain), 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
@@ -137,6 +147,9 @@ class Prefetch:
 
     attached: Attached
     until_s: float
+    asked_s: float
+    chunks: int  # that were on disk when it began
+    under_way: bool = True  # as far as admission was told
     ticket: int = 0  # of the last round
     below: int = 0  # how many chunks of its prefix were on disk then
     over: bool = False  # what has not come by now is a miss for this request
@@ -188,16 +201,27 @@ class RequestRecord:
     salt: str | None = field(repr=False)
     served: bool  # False: neither stored nor loaded
     hashes: Sequence[bytes] = field(repr=False)  # vLLM's own list
+    prompt_tokens: int
     rows: Sequence[Row]  # by kind
+    lead: Row  # of them, the one that admission decides by
     adapter: bytes = b""  # digest of its LoRA adapter
     finished: bool = False
+    load: LoadVerdict | None = None  # of the hit as it was last
+    store: StoreVerdict | None = None  # of all its chunks, from the first offer on
+    tiers: TierFilter | None = None  # that the request may load from; None: not known yet
+    computed_tokens: int = 0  # that the engine has itself
+    admitted_tokens: int = 0  # end of what may be loaded
     found: Found | None = None  # None: to be looked up when vLLM asks
     misses_told: bool = False
     barred: set[OffloadKey] = field(default_factory=set)  # keys whose load failed: not tried again
     prefetch: Prefetch | None = None
+    gave_up: int = 0  # times that it stopped waiting for the disk
     prefetched: set[OffloadKey] = field(default_factory=set)  # keys asked for: a hit of fs, not of cpu
     store_waits_until_s: float | None = None  # None: has not waited for grants yet
     tenant_of: tuple[Attached, bytes] | None = field(default=None, repr=False)
+
+    def may_load_from(self, medium: Medium) -> bool:
+        return self.tiers is None or self.tiers.allows(medium, Locality.LOCAL)
 
     def stored_as(self, hashes: list[bytes]) -> list[bytes]:
         """The keys under which the store knows chunks with these hashes of vLLM's."""
@@ -207,6 +231,19 @@ class RequestRecord:
         if self.tenant_of is None or self.tenant_of[0] is not attached:
             self.tenant_of = (attached, attached.session.tenant_id(self.salt))
         return self.tenant_of[1]
+
+
+class LookedUp(NamedTuple):
+    """What the table said of a row's chunks from `lookup_from` on."""
+
+    row: Row
+    keys: list[OffloadKey]
+    codes: bytes
+    slots: list[int]
+    generations: list[int]
+
+    def head(self, count: int) -> "LookedUp":
+        return LookedUp(self.row, self.keys[:count], self.codes[:count], self.slots[:count], self.generations[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +264,8 @@ class Offers:
     present: list[Offer] = field(default_factory=list)
     wanted: list[Offer] = field(default_factory=list)
     refused: list[Offer] = field(default_factory=list)  # among them what lies behind the end of the stored chain
+    not_admitted: list[Offer] = field(default_factory=list)
+    end: int | None = None  # position of the first chunk that is not to be stored
 
 
 @dataclass(slots=True, eq=False)
@@ -242,6 +281,8 @@ class Job:
     ranks_pending: int
     first_chunks: list[int] = field(default_factory=list)  # store: position in its row of each kind's first chunk
     parents: list[bytes] = field(default_factory=list)  # store: what each names as the chunk before it, or b""
+    load: LoadVerdict | None = None
+    copy_s: float = 0.0  # the slowest rank's
     failed: set[int] = field(default_factory=set)
     stale: bool = False  # the cache was reset meanwhile: the weights may have changed since its bytes were computed
 
@@ -259,6 +300,7 @@ class SchedulerHalf(OffloadingManager):
         geometry: Geometry,
         rules: Rules,
         probe: Probe,
+        admission: Admission,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -266,7 +308,10 @@ class SchedulerHalf(OffloadingManager):
         self._geometry = geometry
         self._rules = rules
         self._probe = probe
+        self._admission = admission
         self._clock = clock
+        self._asked_learned: Attached | None = None
+        self._learned_told_at = 0.0
         self._introduced: Attached | None = None  # the attachment that knows the probe
         self._seed_checked = False
         self._shut_out = ""  # why this engine may not use the store at all
@@ -274,6 +319,7 @@ class SchedulerHalf(OffloadingManager):
         self._tickets = itertools.count(1)
         self._prepared: dict[int, Job] = {}  # by ticket: not yet in a message to the workers
         self._jobs: dict[int, Job] = {}  # by vLLM's job id: with the workers
+        self._loading: dict[OffloadKey, int] = {}  # that copies to the GPU are under way for, and how many
         self._storing: dict[tuple[bytes, OffloadKey], Job] = {}  # (tenant, key) -> the store that writes it
         self._expected = [0] * len(geometry.kinds)  # by kind, sum of the rows' grants_expected
         self._kind_of_group = {kind.group_id: number for number, kind in enumerate(geometry.kinds)}
@@ -307,28 +353,32 @@ class SchedulerHalf(OffloadingManager):
                 "kvstore: requests with a LoRA adapter are neither stored nor loaded while the digest of its files is "
                 "not known: vLLM's keys name the adapter, not its content"
             )
+        rows = [
+            Row(
+                number,
+                kind,
+                hashes,
+                prompt_chunks=prompt_tokens // kind.tokens_per_chunk,
+                boundary=(prompt_tokens - 1) // kind.tokens_per_chunk,
+            )
+            for number, kind in enumerate(self._geometry.kinds)
+        ]
         record = RequestRecord(
             req_id=req_id,
             salt=salt,
             served=(bool(adapter) or not has_lora) and (salt is not None or not salt_required),
             adapter=adapter,
             hashes=hashes,
-            rows=[
-                Row(
-                    number,
-                    kind,
-                    hashes,
-                    prompt_chunks=prompt_tokens // kind.tokens_per_chunk,
-                    boundary=(prompt_tokens - 1) // kind.tokens_per_chunk,
-                )
-                for number, kind in enumerate(self._geometry.kinds)
-            ],
+            prompt_tokens=prompt_tokens,
+            rows=rows,
+            lead=rows[self._geometry.lead],
         )
         previous = self._records.get(req_id)
         if previous is not None:
             self._forget(previous)
         self._records[req_id] = record
-        if record.served and self._rules.stores:
+        self._admission.queue.arrived(req_id, prompt_tokens)
+        if record.served and self._rules.stores and self._admission.stores_lately:
             for row in record.rows:
                 self._expect(row, row.geometry.stored_max(row.prompt_chunks))
         attached = self._usable()
@@ -340,6 +390,7 @@ class SchedulerHalf(OffloadingManager):
         record = self._records.get(req_context.req_id)
         if record is not None:
             req_context.set_state(record)
+            record.tiers = req_context.load_tier_filter
         # Every chunk of the prompt is then offered to `prepare_store`, also those the GPU had: the only sign of life of
         # a prefix that is hot there, and what mends holes.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
@@ -359,6 +410,8 @@ class SchedulerHalf(OffloadingManager):
     def _forget(self, record: RequestRecord) -> None:
         for row in record.rows:
             self._expect(row, 0)
+        self._promotion_over(record)
+        self._admission.finished(record.req_id)
         if self._records.get(record.req_id) is record:
             del self._records[record.req_id]
 
@@ -370,8 +423,19 @@ class SchedulerHalf(OffloadingManager):
         record = self._records.get(req_id)
         if record is not None:
             record.found = None
+            record.computed_tokens = computed_tokens
             for row in record.rows:
                 row.lookup_from = computed_tokens // row.geometry.tokens_per_chunk
+
+    def loadable_tokens(self, req_id: str, computed_tokens: int) -> int:
+        """How many tokens beyond those that the engine has are admitted to be loaded, whole chunks. vLLM is about to
+        ask about their keys."""
+        record = self._records.get(req_id)
+        if record is None:
+            return 0
+        if record.found is None:
+            record.found = self._look_up(record)
+        return max(0, record.admitted_tokens - computed_tokens)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         record = req_context.get_state(RequestRecord)
@@ -379,47 +443,160 @@ class SchedulerHalf(OffloadingManager):
             return _MISSED
         found = record.found
         if found is None:  # not before vLLM asks: a request that skips the cache asks nothing
-            found = record.found = self._look_up(record, req_context.load_tier_filter)
+            found = record.found = self._look_up(record)
         if key in found.chunks:
             return _HIT
         return LookupResult.RETRY if key in found.coming else _MISSED
 
-    def _look_up(self, record: RequestRecord, tiers: TierFilter) -> Found:
+    def _look_up(self, record: RequestRecord) -> Found:
         attached = self._usable()
+        record.admitted_tokens = 0
         if attached is None or not record.served or not self._rules.loads:
             return NOTHING_FOUND
-        from_cpu = tiers.allows(Medium.CPU, Locality.LOCAL)
-        chunks: dict[OffloadKey, tuple[int, int]] = {}
-        looked_up: list[tuple[list[OffloadKey], bytes]] = []
-        missing, below = 0, False
+        looked_up, missing = [], 0
         for row in record.rows:
             hashes = row.chunk_hashes(row.lookup_from)
-            keys = row.keys_of(hashes)
             codes, slots, generations = self._find(attached, record, row, hashes)
+            looked_up.append(LookedUp(row, row.keys_of(hashes), codes, slots.tolist(), generations.tolist()))
             if not record.misses_told:
                 missing += row.needed(codes).count(MISS)
-                if self._rules.stores:
+                if self._rules.stores and self._admission.stores_lately:
                     self._expect(row, min(codes.count(MISS), row.geometry.stored_max(row.prompt_chunks)))
-            places = zip(slots.tolist(), generations.tolist(), strict=True)
-            in_memory = codes.count(CPU)
-            if in_memory == len(keys) and from_cpu and not record.barred:
-                chunks.update(zip(keys, places, strict=True))
-            elif in_memory:
-                chunks |= {
-                    key: place
-                    for key, code, place in zip(keys, codes, places, strict=True)
-                    if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
-                }
-            looked_up.append((keys, codes))
-            below |= FS in codes or PENDING in codes
         if not record.misses_told:
             record.misses_told = True
             attached.steps.miss(missing)
+        given_up = record.gave_up
+        found = self._found(record, attached, looked_up)
+        if record.gave_up != given_up:  # what has come from disk by now is a shorter hit, decided about anew
+            found = self._found(record, attached, looked_up)
+        return found
+
+    def _found(self, record: RequestRecord, attached: Attached, looked_up: Sequence[LookedUp]) -> Found:
+        """What of it may be loaded, now or when it has come from disk."""
+        lead = looked_up[record.lead.kind]
+        admitted = self._admit_load(record, attached, lead)
+        if admitted is None:
+            admitted = len(lead.keys)
+        record.admitted_tokens = (lead.row.lookup_from + admitted) * lead.row.geometry.tokens_per_chunk
+        from_cpu = record.may_load_from(Medium.CPU)
+        chunks: dict[OffloadKey, tuple[int, int]] = {}
+        heads, below = [], False
+        for each in looked_up:
+            row = each.row
+            head = each.head(max(0, -(-record.admitted_tokens // row.geometry.tokens_per_chunk) - row.lookup_from))
+            heads.append(head)
+            below |= FS in head.codes or PENDING in head.codes
+            places = zip(head.slots, head.generations, strict=True)
+            in_memory = head.codes.count(CPU)
+            if in_memory == len(head.keys) and from_cpu and not record.barred:
+                chunks.update(zip(head.keys, places, strict=True))  # as usual; it must be quick
+            elif in_memory:
+                chunks |= {
+                    key: place
+                    for key, code, place in zip(head.keys, head.codes, places, strict=True)
+                    if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
+                }
         coming: Collection[OffloadKey] = ()
-        if below and tiers.allows(Medium.STORAGE, Locality.LOCAL):
-            codes_of_rows = [dict(zip(keys, codes, strict=True)) for keys, codes in looked_up]
+        if below and record.may_load_from(Medium.STORAGE):
+            codes_of_rows = [dict(zip(head.keys, head.codes, strict=True)) for head in heads]
             coming = self._prefetch(record, attached, codes_of_rows, chunks)
+        else:
+            self._promotion_over(record)
         return Found(attached, chunks, coming)
+
+    def _admit_load(self, record: RequestRecord, attached: Attached, lead: LookedUp) -> int | None:
+        """How many of the lead's chunks may be loaded, from the first on; other kinds follow its tokens. None: as many
+        as there are, for what hits where chunks are used without those before them was not modelled."""
+        geometry = lead.row.geometry
+        if not geometry.is_chain:
+            return None if self._admission.mode is not Mode.NEVER else 0
+        hit = self._hit(record, attached, lead)
+        verdict = record.load
+        same = verdict is not None and (verdict.hit.gpu_tokens, verdict.hit.end_tokens) == (
+            hit.gpu_tokens,
+            hit.end_tokens,
+        )
+        if verdict is None or not same:
+            verdict = record.load = self._admission.load(record.req_id, hit, self._rules.prefetch_wait_s)
+            if verdict.probe:
+                below = [key for key, code in zip(lead.keys, lead.codes, strict=True) if code == FS]
+                self._promote(record, attached, below[:PROBE_CHUNKS], waited=False)
+        return max(0, verdict.end_tokens // geometry.tokens_per_chunk - lead.row.lookup_from) if verdict.loads else 0
+
+    def _hit(self, record: RequestRecord, attached: Attached, lead: LookedUp) -> Hit:
+        """What of a request can be loaded at all, its tiers, its barred keys and what it gave up waiting for apart."""
+        keys, codes = lead.keys, lead.codes
+        from_cpu = record.may_load_from(Medium.CPU)
+        from_disk = record.may_load_from(Medium.STORAGE)
+        prefetch = record.prefetch
+        if prefetch is not None and prefetch.over and prefetch.attached is attached:
+            from_disk = False
+        healthy = attached.session.table.heartbeat_age_ms() <= HEARTBEAT_HUNG_MS
+        if record.barred or not from_cpu:
+            codes = bytes(
+                MISS if key in record.barred or (code == CPU and not (from_cpu or key in record.prefetched)) else code
+                for key, code in zip(keys, codes, strict=True)
+            )
+        in_memory = leading(codes, MISS, FS, PENDING)
+        anywhere = leading(codes, MISS) if from_disk else in_memory
+        on_disk = codes.count(FS, in_memory, anywhere)
+        first, tokens_per_chunk = lead.row.lookup_from, lead.row.geometry.tokens_per_chunk
+        loading = self._loading.keys()
+        missing = record.stored_as([get_offload_block_hash(key) for key in keys[anywhere : anywhere + 1]])
+        return Hit(
+            prompt_tokens=max(record.prompt_tokens, len(record.hashes) * self._tokens_per_hash),
+            gpu_tokens=record.computed_tokens,
+            cpu_end_tokens=(first + in_memory) * tokens_per_chunk if in_memory else record.computed_tokens,
+            end_tokens=(first + anywhere) * tokens_per_chunk if anywhere else record.computed_tokens,
+            cpu_chunks=in_memory - (len(loading & set(keys[:in_memory])) if loading else 0),
+            chunks=anywhere - (len(loading & set(keys[:anywhere])) if loading else 0),
+            disk_chunks=on_disk,
+            chunk_bytes=self._chain_bytes(attached),
+            disk_healthy=healthy,
+            missing=missing[0] if missing else b"",
+        )
+
+    def _chain_bytes(self, attached: Attached) -> int:
+        """What all chains together keep of the tokens of one of the lead's chunks; windows are short beside them."""
+        tokens = self._geometry.kinds[self._geometry.lead].tokens_per_chunk
+        chains = [number for number, kind in enumerate(self._geometry.kinds) if kind.is_chain] or [0]
+        states = attached.steps.group.kinds
+        return sum(states[kind].chunk_bytes * tokens // self._geometry.kinds[kind].tokens_per_chunk for kind in chains)
+
+    def _mean_bytes(self, attached: Attached, keys: Sequence[OffloadKey]) -> int:
+        kinds = attached.steps.group.kinds
+        return sum(kinds[self._kind(key)].chunk_bytes for key in keys) // max(1, len(keys))
+
+    def _promote(
+        self, record: RequestRecord, attached: Attached, keys: Sequence[OffloadKey], *, waited: bool = True
+    ) -> int:
+        """As many as one round takes. Returns the ticket of the last call; 0 where there was none."""
+        ticket = 0
+        for kind, own in itertools.groupby(keys[:PROMOTES_PER_ROUND], self._kind):
+            promoted = record.stored_as([get_offload_block_hash(key) for key in own])
+            ticket = attached.steps.promote(record.tenant(attached), promoted, kind=kind, waited=waited)
+        return ticket
+
+    def _promotion_over(self, record: RequestRecord) -> None:
+        prefetch = record.prefetch
+        if prefetch is not None and prefetch.under_way:
+            prefetch.under_way = False
+            self._admission.promoted()
+
+    def _give_up_promotion(self, record: RequestRecord, prefetch: Prefetch, coming: Sequence[OffloadKey]) -> None:
+        """What has not come from disk by now is a miss for this request. `coming`: what still does, for nobody."""
+        self._promote(record, prefetch.attached, coming, waited=False)
+        prefetch.over = True
+        record.gave_up += 1
+        self._promotion_over(record)
+        if record.load is not None and record.load.tier == FS_TIER:
+            self._admission.read_waited(
+                chunks=prefetch.chunks,
+                chunk_bytes=self._chain_bytes(prefetch.attached),
+                seconds=self._clock() - prefetch.asked_s,
+            )
+            self._admission.gave_up(record.load, "not read from disk in time")
+            record.load = None  # what has come is looked at anew
 
     def _find(
         self, attached: Attached, record: RequestRecord, row: Row, hashes: list[bytes]
@@ -439,25 +616,29 @@ class SchedulerHalf(OffloadingManager):
         below = self._worth_promoting(record, codes, chunks)
         prefetch, now = record.prefetch, self._clock()
         if not below or attached.session.table.heartbeat_age_ms() > HEARTBEAT_HUNG_MS:
+            if not below:
+                self._promotion_over(record)
             return ()  # nobody would read them; a daemon that is only held up has as long as the request may wait
         if prefetch is None or prefetch.attached is not attached:
-            prefetch = record.prefetch = Prefetch(attached, now + self._rules.prefetch_wait_s)
+            self._promotion_over(record)
+            wait_s = self._rules.prefetch_wait_s if record.load is None else record.load.wait_s
+            prefetch = record.prefetch = Prefetch(attached, now + wait_s, now, len(below))
+            self._admission.promoting(len(below), self._mean_bytes(attached, below))
         if prefetch.over:
             return ()
         ended = all(codes[self._kind(key)][key] == FS for key in below)
         round_over = attached.steps.promotes_answered >= prefetch.ticket and ended
         if prefetch.ticket == 0 or (round_over and len(below) < prefetch.below):
             # Another round may find room for what the last one did not bring.
-            for kind, keys in itertools.groupby(below[:PROMOTES_PER_ROUND], self._kind):
-                promoted = record.stored_as([get_offload_block_hash(key) for key in keys])
-                prefetch.ticket = attached.steps.promote(record.tenant(attached), promoted, kind=kind)
+            prefetch.ticket = self._promote(record, attached, below)
             prefetch.below = len(below)
             record.prefetched.update(below)
             attached.steps.flush()
         elif round_over:
-            prefetch.over = True
-        if now >= prefetch.until_s:
-            prefetch.over = True
+            self._give_up_promotion(record, prefetch, [])
+        if now >= prefetch.until_s and not prefetch.over:
+            coming = [key for key in below if codes[self._kind(key)][key] == PENDING]
+            self._give_up_promotion(record, prefetch, coming)
         return () if prefetch.over else frozenset(below)
 
     def _worth_promoting(
@@ -527,7 +708,14 @@ class SchedulerHalf(OffloadingManager):
             row.known_present = True
             if not self._rules.stores:  # else every chunk is offered to `prepare_store`, which touches it
                 self._touch_loaded(found.attached, record, row, [get_offload_block_hash(key) for key in own])
-        return self._prepare(found.attached, record, list(keys), places, is_store=False).spec
+        job = self._prepare(found.attached, record, list(keys), places, is_store=False)
+        for key in job.keys:
+            self._loading[key] = self._loading.get(key, 0) + 1
+        self._promotion_over(record)
+        if record.load is not None:
+            job.load, record.load = record.load, None  # whatever is asked after this is asked anew
+            self._admission.load_began(job.load, len(job.chunks_of(record.lead.kind)))
+        return job.spec
 
     # ---- stores
 
@@ -551,6 +739,10 @@ class SchedulerHalf(OffloadingManager):
                 for offers in sorted_out:
                     self._expect(offers.row, max(offers.row.grants_expected, len(offers.wanted)))
                 return None
+        for row, offers in offered:
+            if row is record.lead:
+                generated = [offer.key for offer in offers if offer.position >= row.prompt_chunks]
+                self._admission.offered(record.stored_as(list(map(get_offload_block_hash, generated))))
         stored = [(offers, self._accept(attached, record, offers)) for offers in sorted_out]
         keys_to_store = [offer.key for offers, _ in stored for offer in offers.wanted]
         if not keys_to_store:
@@ -585,7 +777,7 @@ class SchedulerHalf(OffloadingManager):
     def _sort_out(self, attached: Attached, record: RequestRecord, row: Row, offers: list[Offer]) -> Offers:
         """What is in the store already, and what is to be."""
         tenant = record.tenant(attached)
-        sorted_out = Offers(row, offers[0].position, offers[-1].position)
+        sorted_out = Offers(row, offers[0].position, offers[-1].position, end=self._admitted_end(record, attached, row))
         hashes = [get_offload_block_hash(offer.key) for offer in offers]
         codes, slots, generations = self._find(attached, record, row, hashes)
         for i, (offer, code) in enumerate(zip(offers, codes, strict=True)):
@@ -594,6 +786,8 @@ class SchedulerHalf(OffloadingManager):
             if code in (CPU, PENDING):
                 sorted_out.present.append(offer)
                 row.tail = (int(slots[i]), int(generations[i]))
+            elif sorted_out.end is not None and offer.position >= sorted_out.end:
+                sorted_out.not_admitted.append(offer)
             elif row.refused_from is not None and offer.position >= row.refused_from:
                 sorted_out.refused.append(offer)
             elif (tenant, offer.key) not in self._storing:
@@ -614,13 +808,41 @@ class SchedulerHalf(OffloadingManager):
             offers.refused += refused
             self._refuse(row, refused[0].position, lacking)
         self._touch(attached, record, offers)
+        self._count(metrics.UNADMITTED_STORES, len(offers.not_admitted))
         if not lacking:
-            prompt = min(row.grants_expected, max(0, row.prompt_chunks - offers.last - 1))
-            answer = 1 if self._rules.stores_answers and not record.finished else 0
-            self._expect(row, prompt + answer)
+            self._expect_more(record, offers)
         if grants:
             row.tail = grants[-1]
         return grants
+
+    def _expect_more(self, record: RequestRecord, offers: Offers) -> None:
+        row, end = offers.row, offers.end
+        prompt_end = row.prompt_chunks if end is None else min(end, row.prompt_chunks)
+        prompt = min(row.grants_expected, max(0, prompt_end - offers.last - 1))
+        answer = 1 if self._rules.stores_answers and not record.finished and end is None else 0
+        self._expect(row, prompt + answer)
+
+    def _admitted_end(self, record: RequestRecord, attached: Attached, row: Row) -> int | None:
+        """The first chunk of the row that is not to be stored. None: all are, what the request generates included."""
+        if record.store is None:
+            record.store = self._admit_store(record, attached)
+        if record.store.end_chunk is None:
+            return None
+        end_tokens = record.store.end_chunk * record.lead.geometry.tokens_per_chunk
+        return end_tokens // row.geometry.tokens_per_chunk
+
+    def _admit_store(self, record: RequestRecord, attached: Attached) -> StoreVerdict:
+        lead = record.lead
+        chain = lead.chunk_hashes(0, lead.prompt_chunks)
+        codes, _, _ = self._find(attached, record, lead, chain)
+        present = np.isin(np.frombuffer(codes, np.uint8), [CPU, PENDING])
+        return self._admission.store(
+            record.req_id,
+            record.stored_as(chain),
+            present,
+            chunk_bytes=self._chain_bytes(attached),
+            tier_full=attached.steps.cpu_full,
+        )
 
     def _parent(self, record: RequestRecord, row: Row, position: int) -> bytes:
         if position == 0 or not row.geometry.is_chain:
@@ -633,7 +855,7 @@ class SchedulerHalf(OffloadingManager):
         older than its child. What is present or refused is used now; a commit speaks for the rest."""
         row = offers.row
         row.known_present |= bool(offers.present)
-        used = sorted((offer.position, offer.key) for offer in (*offers.present, *offers.refused))
+        used = sorted((offer.position, offer.key) for offer in (*offers.present, *offers.refused, *offers.not_admitted))
         if row.geometry.is_chain and row.known_present and offers.last + 1 == row.prompt_chunks:
             head = max(row.used, offers.first)
             touched = row.chunk_hashes(0, head)
@@ -789,13 +1011,17 @@ class SchedulerHalf(OffloadingManager):
                 whole = range(0)
             job.failed.update(chunk for i, chunk in enumerate(chunks) if i not in whole)
 
-    def finish(self, completed: Mapping[int, int], failed: Mapping[int, Collection[int]]) -> None:
-        """Ranks report the end of jobs: job -> how many ranks, and which of its chunks failed on one of them."""
+    def finish(
+        self, completed: Mapping[int, int], failed: Mapping[int, Collection[int]], copy_s: Mapping[int, float]
+    ) -> None:
+        """Ranks report the end of jobs: job -> how many ranks, which of its chunks failed on one of them, and how long
+        its copy ran on the slowest."""
         for job_id, ranks in completed.items():
             job = self._jobs.get(job_id)
             if job is None:
                 continue
             job.failed.update(failed.get(job_id, ()))
+            job.copy_s = max(job.copy_s, copy_s.get(job_id, 0.0))
             job.ranks_pending -= ranks
             assert job.ranks_pending >= 0, f"job {job_id}: {-job.ranks_pending} ranks too many reported its end"
             if job.ranks_pending == 0:
@@ -805,6 +1031,7 @@ class SchedulerHalf(OffloadingManager):
     def _settle(self, job: Job) -> None:
         """Every rank has ended: each slot gets its commit, abort or release, exactly once."""
         steps = job.attached.steps
+        self._observe(job)
         places = zip(job.spec.slots.tolist(), job.spec.generations.tolist(), strict=True)
         if job.is_store:
             kept = self._kept(job)
@@ -839,14 +1066,56 @@ class SchedulerHalf(OffloadingManager):
                 kept.difference_update(range(hole, chunks.stop))
         return kept
 
+    def _observe(self, job: Job) -> None:
+        loaded = len(job.keys) - len(job.failed)
+        if not job.failed and job.copy_s > 0:
+            chunk_bytes = self._mean_bytes(job.attached, job.keys)
+            self._admission.copied(store=job.is_store, chunks=loaded, chunk_bytes=chunk_bytes, seconds=job.copy_s)
+        if job.is_store:
+            return
+        for key in job.keys:
+            self._loading[key] -= 1
+            if not self._loading[key]:
+                del self._loading[key]
+        if job.load is not None:
+            of_lead = job.chunks_of(job.record.lead.kind)
+            loaded = len(of_lead) - len(job.failed.intersection(of_lead))
+            self._admission.load_ended(job.load, service_s=job.copy_s, loaded_chunks=loaded)
+
+    # ---- what the engine does
+
+    def step_began(self, scheduled: Scheduled) -> None:
+        """`schedule` has ended with this output."""
+        self._admission.queue.step_began(scheduled)
+
+    def step_ended(self) -> None:
+        """The output of the oldest step under way has been taken in."""
+        self._admission.step_ended()
+
     # ---- the engine's life
 
     def flush(self) -> None:
         """End of a step, in either direction: what has been queued goes out without waiting for another one."""
         attached = self._usable()
         if attached is not None:
+            self._exchange_learned(attached)
+            for chunks, seconds in attached.steps.take_reads():
+                chunk_bytes = attached.steps.group.kinds[self._geometry.lead].chunk_bytes
+                self._admission.read(chunks=chunks, chunk_bytes=chunk_bytes, seconds=seconds)
             self._fetch_grants(attached)
             attached.steps.flush()
+
+    def _exchange_learned(self, attached: Attached) -> None:
+        """What other engines like this one learned comes from the daemon, and goes back there for the next one."""
+        steps, now = attached.steps, self._clock()
+        if attached is not self._asked_learned:
+            self._asked_learned, self._learned_told_at = attached, now
+            steps.ask_learned(self._admission.learning)
+        if learned := steps.take_learned():
+            self._admission.restore(learned)
+        if now - self._learned_told_at >= LEARNED_TOLD_S:
+            self._learned_told_at = now
+            steps.learn(self._admission.documents())
 
     def has_pending_work(self) -> bool:
         """vLLM calls nothing any more when this is False: a commit that was not sent would stay."""
@@ -860,7 +1129,7 @@ class SchedulerHalf(OffloadingManager):
             job.stale = True
         self._storing.clear()
         for record in self._records.values():
-            record.found = None
+            record.found = record.load = None
             for row in record.rows:
                 row.refused_from = None
         self._reset, self._moved = True, None
@@ -876,6 +1145,8 @@ class SchedulerHalf(OffloadingManager):
         return stats
 
     def shutdown(self) -> None:
+        if self._link.current is not None:
+            self._link.current.steps.learn(self._admission.documents())
         self._link.close()
 
     def _usable(self) -> Attached | None:
@@ -891,6 +1162,7 @@ class SchedulerHalf(OffloadingManager):
             return None
         if attached is not self._introduced:
             self._introduced = attached
+            self._admission.tell = attached.steps.tell
             attached.steps.probe(self._probe.engine_family, self._probe.hash_algorithm, self._probe.value)
         group = attached.steps.group
         if group.refused:

@@ -30,9 +30,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
 
 from connector import identity, metrics
+from connector.admission import Admission
 from connector.config import ConnectorConfig
 from connector.link import Link
 from connector.pages import rank_pages
+from connector.priors import engine_priors, learning
 from connector.scheduler import Attached, Geometry, KindGeometry, Probe, Rules, SchedulerHalf
 from connector.stages import document_of_all_stages, gather_from_all_ranks, page_bytes_of_ranks
 from connector.transfer import HostTransfer, Mapped
@@ -92,6 +94,11 @@ class KVStoreSpec(OffloadingSpec):
         transfer = engine.vllm_config.kv_transfer_config
         assert transfer is not None
         algorithm = engine.vllm_config.cache_config.prefix_caching_hash_algo
+        geometry = Geometry(
+            kinds=[self._kind_geometry(group) for group in self.config.groups],
+            blocks_per_chunk=self.blocks_per_chunk,
+            ranks=self.config.parallel.world_size,
+        )
         link = Link(
             engine.config.endpoint,
             Attachment(
@@ -106,11 +113,7 @@ class KVStoreSpec(OffloadingSpec):
         link.start()
         return SchedulerHalf(
             link,
-            Geometry(
-                kinds=[self._kind_geometry(group) for group in self.config.groups],
-                blocks_per_chunk=self.blocks_per_chunk,
-                ranks=self.config.parallel.world_size,
-            ),
+            geometry,
             Rules(
                 loads=transfer.is_kv_consumer,
                 stores=transfer.is_kv_producer,
@@ -123,6 +126,12 @@ class KVStoreSpec(OffloadingSpec):
                 algorithm,
                 identity.probe_value(algorithm, engine.hash_seed),
                 lambda: identity.effective_seed_problem(algorithm, engine.hash_seed),
+            ),
+            Admission(
+                engine.config.admission,
+                engine_priors(engine.vllm_config),
+                tokens_per_chunk=geometry.kinds[geometry.lead].tokens_per_chunk,
+                learning=learning(engine.vllm_config),
             ),
         )
 

@@ -48,6 +48,7 @@ class WorkerHalf(OffloadingWorker):
         self._failed: dict[int, set[int]] = {}  # reported, not yet taken
         self._failed_loads: set[int] = set()  # as above, the loads among them
         self._unloaded_blocks: set[int] = set()
+        self._copy_s: dict[int, float] = {}  # jobs reported, not yet taken
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         self._submit(job_id, dst_spec, src_spec, is_load=False)
@@ -85,6 +86,7 @@ class WorkerHalf(OffloadingWorker):
         self._refused.clear()
         for finished in self._transfer.finished():
             self._end(finished.job, set(finished.failed))
+            self._copy_s[finished.job] = finished.seconds
             results.append(
                 TransferResult(
                     finished.job, success=True, transfer_size=finished.nbytes, transfer_time=finished.seconds
@@ -114,6 +116,11 @@ class WorkerHalf(OffloadingWorker):
         """Jobs among those reported since the last call."""
         failed, self._failed_loads = self._failed_loads, set()
         return failed
+
+    def take_copy_s(self) -> dict[int, float]:
+        """Per job reported since the last call that copied anything: how long the copy ran."""
+        copy_s, self._copy_s = self._copy_s, {}
+        return copy_s
 
     def take_unloaded_blocks(self) -> set[int]:
         """Device blocks of failed loads reported since the last call, with all that follow them in the request. Only

@@ -8,6 +8,7 @@ All calls raise Unavailable, NotAllowed, ConfigurationError (the endpoint); thos
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 import grpc
@@ -218,6 +219,57 @@ def collect(endpoint: str, unused_ms: int, *, dry_run: bool = False) -> list[dic
         ]
 
 
+def explain(endpoint: str, about: str) -> dict[str, object]:
+    """What is known of a request (`about`: its id, or how it begins) and, where `about` is hex of 8 bytes or more, of a
+    key. The newest decisions, oldest first."""
+    with _attached(endpoint) as (stub, metadata):
+        requests = stub.Explain(admin_pb2.ExplainRequest(request=about), metadata=metadata, timeout=TIMEOUT_S)
+        keys = admin_pb2.ExplainReply()
+        if re.fullmatch(r"([0-9a-fA-F]{2}){8,64}", about):
+            asked = admin_pb2.ExplainRequest(key=bytes.fromhex(about))
+            keys = stub.Explain(asked, metadata=metadata, timeout=TIMEOUT_S)
+    return {
+        "decisions": [_decision_json(explained) for explained in requests.decisions],
+        "keys": [
+            {
+                "namespace_id": fate.namespace_id.hex(),
+                "tenant_id": fate.tenant_id.hex() or None,
+                "events": list(fate.events),
+            }
+            for fate in (*requests.keys, *keys.keys)
+        ],
+    }
+
+
+def _decision_json(explained: admin_pb2.Explained) -> dict[str, object]:
+    decision = explained.decision
+    known = {"load_s": decision.load_s, "saved_s": decision.saved_s, "first_token_s": decision.first_token_s}
+    return {
+        "kind": "store" if decision.is_store else "load",
+        "request": decision.request,
+        "reason": decision.reason,
+        "age_s": explained.age_s,
+        "group": explained.group,
+        "namespace_id": explained.namespace_id.hex(),
+        "prompt_tokens": decision.prompt_tokens,
+        "gpu_tokens": decision.gpu_tokens,
+        "cpu_tokens": decision.cpu_tokens,
+        "hit_tokens": decision.hit_tokens,
+        "waiting": decision.waiting,
+        "recompute_s": decision.recompute_s,
+        "first_missing": decision.refused.hex() if not decision.is_store and decision.refused else None,
+        "alternatives": [
+            {"tier": each.tier, "end_tokens": each.end_tokens, "seconds": each.seconds}
+            for each in decision.alternatives
+        ],
+        "tier": decision.tier or None,
+        "end_tokens": decision.end_tokens,
+        "refused_chunks": decision.refused_count if decision.is_store else 0,
+        "outcome": decision.outcome or None,
+        **{name: seconds or None for name, seconds in known.items()},
+    }
+
+
 def check(endpoint: str) -> list[str]:
     """Every invariant that does not hold, a sentence each. The daemon does nothing else meanwhile."""
     with _attached(endpoint) as (stub, metadata):
@@ -275,6 +327,27 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
         "eviction_policy": reply.eviction_policy,
         "poison_commits": reply.poison_commits,
         "problems": list(reply.problems),
+        "decisions": [
+            {
+                "kind": count.kind,
+                "reason": count.reason,
+                "decisions": count.decisions,
+                "refused_chunks": count.refused_chunks,
+            }
+            for count in reply.decisions
+        ],
+        "balances": [
+            {
+                "tier": balance.tier,
+                "loads": balance.loads,
+                "predicted_s": balance.predicted_s,
+                "realised_s": balance.realised_s,
+                "load_s": balance.load_s,
+                "saved_s": balance.saved_s,
+                "regret_s": balance.regret_s,
+            }
+            for balance in reply.balances
+        ],
     }
 
 

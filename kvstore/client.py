@@ -31,7 +31,16 @@ from numpy.typing import NDArray
 
 from kvstore import _native
 from kvstore.config import default_endpoint
-from kvstore.errors import BadKey, KVStoreError, LimitExceeded, NamespaceMismatch, SaltRequired, Unavailable, WrongSize
+from kvstore.errors import (
+    BadKey,
+    ConfigurationError,
+    KVStoreError,
+    LimitExceeded,
+    NamespaceMismatch,
+    SaltRequired,
+    Unavailable,
+    WrongSize,
+)
 from kvstore.limits import (
     GRANTS_IDLE_S,
     HEARTBEAT_STALE_MS,
@@ -143,7 +152,8 @@ class StoreClient:
     ) -> "StoreClient":
         """`endpoint` None: `KVSTORE_ENDPOINT` or the default; `hash_seed` None: `PYTHONHASHSEED`.
 
-        `timeout_s` bounds every wait for the daemon. Unavailable, SeedMismatch, NamespaceMismatch, LimitExceeded.
+        `timeout_s` bounds every wait for the daemon. Unavailable, SeedMismatch, NamespaceMismatch, LimitExceeded,
+        ConfigurationError.
         """
         attachment = Attachment(
             role=Role.CLIENT,
@@ -266,8 +276,10 @@ class StoreClient:
         self._backoff_s = 0.0
         try:
             return _Connection(session, self.chunk_bytes, self._copy_threads, self._timeout_s)
-        except BaseException:  # no such number of threads, or none to be had
+        except BaseException as error:
             session.close()
+            if isinstance(error, ValueError):  # no such number of threads
+                raise ConfigurationError(str(error)) from None
             raise
 
 
@@ -307,6 +319,8 @@ class _Connection:
     def tenant(self, salt: str | None) -> bytes:
         if salt is None and self._session.require_cache_salt:
             raise SaltRequired("this daemon takes no chunk without a tenant (--require-cache-salt); pass a salt")
+        if salt == "":
+            raise SaltRequired("an empty salt names no tenant; pass a string, or None for the unsalted tenant")
         return self._session.tenant_id(salt)
 
     def find(self, tenant: bytes, keys: Sequence[bytes]) -> tuple[bytes, NDArray[np.uint32], NDArray[np.uint64]]:

@@ -46,7 +46,9 @@ _UNITS |= {"KB": 1000, "KiB": 1024}
 
 # Variables of this prefix that are not settings of the daemon: the commands', the tests', and those that Kubernetes
 # gives every container when a Service is called "kvstore".
-_OTHER_VARIABLES = re.compile(r"KVSTORE_(ENDPOINT|VERIFY|CONFIG|TEST_.*|SERVICE_HOST|SERVICE_PORT.*|PORT|PORT_.*)")
+_OTHER_VARIABLES = re.compile(
+    r"KVSTORE_(ENDPOINT|PROFILE|VERIFY|CONFIG|TEST_.*|SERVICE_HOST|SERVICE_PORT.*|PORT|PORT_.*)"
+)
 
 
 class WritePolicy(enum.StrEnum):

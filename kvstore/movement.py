@@ -23,8 +23,9 @@ run at once, and all together take at most half of what is free or could be evic
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -32,6 +33,7 @@ from typing import NamedTuple
 from kvstore import limits
 from kvstore._native import CPU, FS, MISS, PENDING, STORED, class_bytes, slot_offset
 from kvstore.config import WRITE_AFTER_USES_DEFAULT, WritePolicy
+from kvstore.throttle import Throttle
 from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Removed, Scope, WriteOutcome
 from kvstore.tiers.cpu import CpuTier
 from kvstore.tiers.fs import FsTier
@@ -67,6 +69,17 @@ class _Promotion:
     slot_bytes: int
     groups: set[int] = field(default_factory=set)
     outcome: ReadOutcome | None = None
+    request: "_Request | None" = None
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """What one group asked for at once."""
+
+    group: int
+    began_s: float
+    reading: int = 0  # begun for it and not landed
+    landed: int = 0
 
 
 class Movement:
@@ -100,6 +113,9 @@ class Movement:
         self._warm = False  # until then the fs tier refuses stores, and they wait here
         self._promotions: dict[ChunkId, _Promotion] = {}
         self._promoting_bytes = 0
+        self.throttle: Throttle | None = None  # tests
+        # Told when all that was begun for one `promote` has landed: group, chunks, seconds.
+        self.on_read: Callable[[int, int, float], None] = lambda _group, _chunks, _seconds: None
         self._idle = asyncio.Event()
         self._idle.set()
         fs.on_change = self._fs_changed
@@ -261,18 +277,32 @@ class Movement:
 
     # -- up ------------------------------------------------------------------------------------------------------
 
-    def promote(self, group: int, namespace: bytes, tenant: bytes, keys: Sequence[bytes], chunk_bytes: int) -> None:
+    def promote(
+        self,
+        group: int,
+        namespace: bytes,
+        tenant: bytes,
+        keys: Sequence[bytes],
+        chunk_bytes: int,
+        *,
+        waited: bool = True,
+    ) -> None:
         """Begin to read what only the fs tier has, head first, as far as there is room: the table then shows PENDING.
 
-        What is not begun is still shown as FS when this returns: for the one who asked, that is a miss.
+        What is not begun is still shown as FS when this returns: for the one who asked, that is a miss. `waited` False:
+        the group does not wait for them (any more), and gets no lease.
         """
         slot_bytes = class_bytes(chunk_bytes)
         self._remember_size(namespace, chunk_bytes)
+        request = _Request(group, time.monotonic())
         for key in keys:
             chunk = ChunkId(namespace, tenant, key)
             running = self._promotions.get(chunk)
             if running is not None:
-                running.groups.add(group)
+                if waited:
+                    running.groups.add(group)
+                else:
+                    running.groups.discard(group)
                 continue
             if not self.fs.contains(chunk) or self._index.lookup(namespace, tenant, [key])[0] == CPU:
                 continue
@@ -282,7 +312,8 @@ class Movement:
             if not grants:
                 return
             [(slot, generation)] = grants
-            promotion = _Promotion(chunk, slot, generation, slot_bytes, {group})
+            promotion = _Promotion(chunk, slot, generation, slot_bytes, {group} if waited else set(), request=request)
+            request.reading += 1
             self._promotions[chunk] = promotion
             self._promoting_bytes += slot_bytes
             self._index.set_lower(*chunk, PENDING)
@@ -306,6 +337,12 @@ class Movement:
             self._show(promotion.chunk)  # those who wait need not wait for a disk that hangs
 
     def _landed(self, promotion: _Promotion) -> None:
+        if self.throttle is not None and promotion.outcome is ReadOutcome.READ:
+            self.throttle.after(promotion.slot_bytes, partial(self._settle, promotion))
+        else:
+            self._settle(promotion)
+
+    def _settle(self, promotion: _Promotion) -> None:
         chunk, ref = promotion.chunk, (promotion.slot, promotion.generation)
         assert promotion.outcome is not None, f"slot {promotion.slot} was released before its read had an outcome"
         del self._promotions[chunk]
@@ -319,6 +356,12 @@ class Movement:
         else:
             self._index.abort(OWN_GROUP, [ref])
         self._show(chunk)
+        request = promotion.request
+        assert request is not None, f"slot {promotion.slot} was read for nobody"
+        request.reading -= 1
+        request.landed += promotion.outcome is ReadOutcome.READ
+        if request.reading == 0 and request.landed:
+            self.on_read(request.group, request.landed, time.monotonic() - request.began_s)
 
     # -- removal -------------------------------------------------------------------------------------------------
 
@@ -335,18 +378,23 @@ class Movement:
         done: Callable[[Removed], None],
         *,
         bytes_wanted: int | None = None,
+        unused_s: float | None = None,
         dry_run: bool = False,
     ) -> None:
-        """Forget for good what the scope covers in the fs tier, or wait there to be written; with `bytes_wanted` only
-        the least recently used of it until so much is free. `done` when it lasts, or at once when `dry_run`."""
-        if bytes_wanted is not None:
-            scope = Scope(chunks=frozenset(self._oldest(scope, bytes_wanted)))
-        elif not dry_run:
+        """Forget for good what the scope covers in the fs tier, or wait there to be written; with `unused_s` only what
+        was not used for so long, with `bytes_wanted` only the least recently used of it until so much is free. `done`
+        when it lasts, or at once when `dry_run`."""
+        if bytes_wanted is not None or unused_s is not None:
+            chosen = self._oldest(scope, bytes_wanted, unused_s)
+            scope = Scope(chunks=frozenset(chosen))
+            sizes = list(chosen.values())
+        elif dry_run:
+            sizes = [slot_bytes for chunk, slot_bytes in self.fs.chunks() if scope.covers(chunk)]
+        else:
             for chunk in [chunk for chunk in self._waiting if scope.covers(chunk)]:
                 del self._waiting[chunk]
             self._write_next()
         if dry_run:
-            sizes = [slot_bytes for chunk, slot_bytes in self.fs.chunks() if scope.covers(chunk)]
             done(Removed(len(sizes), sum(sizes)))
             return
 
@@ -356,13 +404,17 @@ class Movement:
 
         self.fs.remove(scope, counted)
 
-    def _oldest(self, scope: Scope, bytes_wanted: int) -> Iterator[ChunkId]:
-        for chunk, slot_bytes in self.fs.chunks():
-            if bytes_wanted <= 0:
-                return
+    def _oldest(self, scope: Scope, bytes_wanted: int | None, unused_s: float | None) -> dict[ChunkId, int]:
+        """Bytes of slots by chunk."""
+        chosen: dict[ChunkId, int] = {}
+        free = 0
+        for chunk, slot_bytes, idle_s in self.fs.ages():
+            if (bytes_wanted is not None and free >= bytes_wanted) or (unused_s is not None and idle_s < unused_s):
+                break
             if scope.covers(chunk):
-                bytes_wanted -= slot_bytes
-                yield chunk
+                chosen[chunk] = slot_bytes
+                free += slot_bytes
+        return chosen
 
     # -- what the table shows ------------------------------------------------------------------------------------
 

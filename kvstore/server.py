@@ -36,11 +36,18 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvstore import throttle
 from kvstore.attach import ArenaSocket
 from kvstore.config import ServeConfig, grpc_target
 from kvstore.errors import ConfigurationError, LimitExceeded
 from kvstore.lastuse import LastUses
-from kvstore.limits import DESCRIPTORS_PER_SESSION, HEARTBEAT_INTERVAL_MS, MESSAGE_BYTES_MAX, SESSIONS_MAX
+from kvstore.limits import (
+    DESCRIPTORS_PER_SESSION,
+    HEARTBEAT_INTERVAL_MS,
+    MESSAGE_BYTES_MAX,
+    OPERATORS_MAX,
+    SESSIONS_MAX,
+)
 from kvstore.metrics import DaemonCollector
 from kvstore.movement import Movement
 from kvstore.rpc.handover import Memory
@@ -114,7 +121,7 @@ def serve(config: ServeConfig, *, verify: bool = False) -> int:
 def _raise_descriptor_limit() -> None:
     """Room for as many sessions as the daemon takes: the usual soft limit holds a third of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS_PER_SESSION * SESSIONS_MAX + DESCRIPTORS_OTHER
+    wanted = DESCRIPTORS_PER_SESSION * (SESSIONS_MAX + OPERATORS_MAX) + DESCRIPTORS_OTHER
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -165,6 +172,7 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
     )
     if directory is not None:
         store.quotas.load(directory.quotas())
+        store.remember_learned(directory.learned())
     arena_socket = ArenaSocket(
         store,
         memory=Memory(tier.arena_bytes, index_key, tenant_key),
@@ -202,7 +210,7 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
             metrics.server_close()
         await small_files.end()
         if movement is not None:
-            await _close_fs(movement, config)
+            await _close_fs(movement, config, store.learned())
         tier.close()
         for path in (config.grpc_path, config.arena_path):
             if path.is_socket():
@@ -289,16 +297,23 @@ def _movement(config: ServeConfig, tier: CpuTier, directory: FsDirectory) -> Mov
         n_write_threads=config.n_write_threads,
         scrub_bytes_per_s=config.scrub_bytes_per_s,
     )
-    return Movement(
+    movement = Movement(
         tier,
         FsTier(directory, options, regions=[(tier.arena.address, tier.arena.nbytes)]),
         clock_ms,
         policy=config.write_policy,
         write_after_uses=config.write_after_uses,
     )
+    if rate_file := os.environ.get(throttle.VARIABLE):
+        movement.throttle = throttle.Throttle(Path(rate_file))
+    return movement
 
 
-async def _close_fs(movement: Movement, config: ServeConfig) -> None:
+async def _close_fs(movement: Movement, config: ServeConfig, learned: dict[str, dict[str, str]]) -> None:
+    try:
+        await asyncio.wait_for(movement.fs.keep_learned(learned), STOP_GRACE_S)
+    except (LimitExceeded, OSError, TimeoutError) as error:
+        _log.warning("what engines learned of their speed is not kept in %s: %s", config.fs_dir, error)
     if not await movement.drain(DRAIN_S):
         _log.warning("not everything could be written to %s in %g s", config.fs_dir, DRAIN_S)
     if not await movement.fs.close():

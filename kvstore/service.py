@@ -269,6 +269,12 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
                 )
             )
 
+    async def Explain(
+        self, request: admin_pb2.ExplainRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ExplainReply:
+        await self._require_operator(context)
+        return await _answer(context, lambda: self._store.explain(request, clock_ms()))
+
     async def Check(self, _: admin_pb2.CheckRequest, context: grpc.aio.ServicerContext) -> admin_pb2.CheckReply:
         await self._require_operator(context)
         problems = await _answer(context, self._store.problems)

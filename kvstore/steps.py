@@ -10,6 +10,7 @@ the daemon dies the session says so: `broken` is True, everything queued is drop
 this process dies, the daemon takes its grants back once the process has ended.
 
 Bounds: at most QUEUED_OPERATIONS_MAX operations are queued; then touches are dropped first, and commits become aborts.
+Of decisions the newest DECISIONS_QUEUED_MAX wait to be sent; the daemon only remembers them for a person to ask.
 Aborts, releases and commits that a caller waits for are never dropped: their number is bounded by the grants and leases
 held, and by what one call takes.
 """
@@ -19,15 +20,17 @@ import itertools
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
 import grpc
 
+from kvstore.decisions import Decision
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.limits import (
+    DECISIONS_PER_STEP_MAX,
     GRANTS_IDLE_S,
     LEASE_MS,
     OPERATIONS_PER_STEP_MAX,
@@ -40,6 +43,8 @@ from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
 from kvstore.session import GroupState, Session
 
 QUEUED_OPERATIONS_MAX = 16_384
+DECISIONS_QUEUED_MAX = 1_024
+READS_KEPT = 256  # reports that nobody has taken, the newest
 OUTCOMES_KEPT = 65_536  # of commits that nobody waits for, the newest so many
 RENEW_LEASES_S = LEASE_MS / 1000 / 3
 RECONNECT_BACKOFF_MIN_S, RECONNECT_BACKOFF_MAX_S = 0.01, 1.0
@@ -74,7 +79,8 @@ class _Chain:
     tenant: bytes
     keys: Sequence[bytes]
     kind: int
-    again: int = 0
+    again: int = 0  # touches
+    waited: bool = True  # promotes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,19 @@ class _Unanswered:
     request: store_pb2.StepRequest
     tickets: list[int]
     promote: int  # the last call of `promote` that is in it or before it
+
+
+@dataclass(slots=True)
+class _News:
+    """What admission and the daemon tell each other beside the work itself."""
+
+    decisions: OrderedDict[int, Decision] = field(default_factory=OrderedDict)  # to be sent, by number
+    learning: str = ""
+    learned: dict[str, str] = field(default_factory=dict)  # to be sent
+    learned_wanted: bool = False
+    learned_there: dict[str, str] = field(default_factory=dict)  # as the daemon sent it
+    reads: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=READS_KEPT))
+    cpu_full: bool = False
 
 
 class Steps:
@@ -111,6 +130,7 @@ class Steps:
         self._fresh = False
         self._ping = False
         self._flushing = False
+        self._news = _News()
 
         self._held: dict[Ref, int] = {}  # leases held, with how many users each has here
         self._renew_at_s = time.monotonic() + RENEW_LEASES_S
@@ -256,15 +276,16 @@ class Steps:
                 self._touches.append(_Chain(tenant, keys[begin:end], kind, known))
             self._operations += len(keys)
 
-    def promote(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0) -> int:
+    def promote(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0, waited: bool = True) -> int:
         """Ask for at most PROMOTES_PER_ROUND chunks that only the fs tier has, head first. Once `promotes_answered` has
         reached the number returned, the table shows PENDING or CPU for those that are coming; the others are not.
-        Dropped when the queue is full."""
+        Dropped when the queue is full. `waited` False: nobody waits for them, or waits any more, so the daemon keeps
+        no lease on what lands."""
         assert len(keys) <= PROMOTES_PER_ROUND, f"{len(keys)} chunks to be promoted in one round"
         with self._lock:
             self._promotes_asked += 1
             if self._accepting() and self._operations + len(keys) <= QUEUED_OPERATIONS_MAX:
-                self._promotes.append((_Chain(tenant, keys, kind), self._promotes_asked))
+                self._promotes.append((_Chain(tenant, keys, kind, waited=waited), self._promotes_asked))
                 self._operations += len(keys)
             return self._promotes_asked
 
@@ -282,6 +303,46 @@ class Steps:
         with self._lock:
             if self._accepting():
                 self._probe = store_pb2.Probe(engine_family=engine_family, hash_algorithm=hash_algorithm, value=value)
+
+    def tell(self, decision: Decision) -> None:
+        """For whoever asks the daemon about it: sent as it is when its message is made. Told again: sent again."""
+        with self._lock:
+            if not self._accepting():
+                return
+            self._news.decisions[decision.number] = decision
+            while len(self._news.decisions) > DECISIONS_QUEUED_MAX:
+                self._news.decisions.popitem(last=False)
+
+    def ask_learned(self, learning: str) -> None:
+        """Have the daemon send what engines like this one (`learning` says how it is) have learned."""
+        with self._lock:
+            if self._accepting():
+                self._news.learning, self._news.learned_wanted = learning, True
+
+    def learn(self, learned: Mapping[str, str]) -> None:
+        """Have the daemon keep it for the next such engine: documents by name, newer ones replace older ones."""
+        with self._lock:
+            if self._accepting():
+                self._news.learned.update(learned)
+
+    def take_learned(self) -> dict[str, str]:
+        """What has come since the last call."""
+        with self._lock:
+            learned, self._news.learned_there = self._news.learned_there, {}
+            return learned
+
+    def take_reads(self) -> list[tuple[int, float]]:
+        """Chunks read from disk for this group since the last call, those of one request together, and the seconds from
+        its arrival until the last of them had landed."""
+        with self._lock:
+            reads = list(self._news.reads)
+            self._news.reads.clear()
+            return reads
+
+    @property
+    def cpu_full(self) -> bool:
+        """As of the last answer: what is stored displaces something."""
+        return self._news.cpu_full
 
     def fresh_namespace(self) -> None:
         """Leave all chunks of before behind. Slots granted before end as aborts, whatever is committed to them."""
@@ -366,7 +427,15 @@ class Steps:
 
     def _anything_queued(self) -> bool:
         return bool(
-            self._operations or self._misses or self._wanted or self._probe is not None or self._fresh or self._ping
+            self._operations
+            or self._misses
+            or self._wanted
+            or self._probe is not None
+            or self._fresh
+            or self._ping
+            or self._news.decisions
+            or self._news.learned
+            or self._news.learned_wanted
         )
 
     def _flush(self) -> None:
@@ -482,6 +551,13 @@ class Steps:
             fresh_namespace=self._fresh,
             tails=map(_slot_ref, self._tails),
         )
+        while self._news.decisions and len(request.decisions) < DECISIONS_PER_STEP_MAX:
+            request.decisions.append(self._news.decisions.popitem(last=False)[1].message())
+        if self._news.learned or self._news.learned_wanted:
+            request.learning, request.learned_wanted = self._news.learning, self._news.learned_wanted
+            for name, document in self._news.learned.items():
+                request.learned.add(name=name, document=document)
+            self._news.learned, self._news.learned_wanted = {}, False
         if self._fresh:
             self._fresh_number = self._number
         self._wanted.clear()
@@ -514,7 +590,7 @@ class Steps:
             room -= len(chain.keys)
         while self._promotes and len(self._promotes[0][0].keys) <= room:
             chain, _ = self._promotes.popleft()
-            request.promotes.add(tenant=chain.tenant, keys=chain.keys, kind=chain.kind)
+            request.promotes.add(tenant=chain.tenant, keys=chain.keys, kind=chain.kind, unwaited=not chain.waited)
             room -= len(chain.keys)
         # When none is left, also those that were dropped.
         self._promotes_sent = self._promotes[0][1] - 1 if self._promotes else self._promotes_asked
@@ -561,6 +637,9 @@ class Steps:
                 for ticket, outcome in zip(unanswered.tickets, outcomes, strict=True):
                     self._settle_ticket(ticket, outcome)
                 self._promotes_answered = unanswered.promote
+                self._news.cpu_full = reply.cpu_full
+                self._news.reads.extend((read.chunks, read.seconds) for read in reply.reads)
+                self._news.learned_there.update((learned.name, learned.document) for learned in reply.learned)
                 for kind, wanted in enumerate(request.grants_wanted):
                     grants = reply.grants[kind] if kind < len(reply.grants) else store_pb2.Grants()
                     self._grants_coming[kind] -= wanted
@@ -608,6 +687,8 @@ class Steps:
         self._leases.clear()
         self._held.clear()
         self._tails.clear()
+        self._news.decisions.clear()
+        self._news.learned, self._news.learned_wanted = {}, False
         self._unanswered.clear()
         self._wanted.clear()
         self._grants_coming.clear()

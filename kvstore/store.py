@@ -5,8 +5,8 @@ When the daemon dies all of this is gone with its instance id, and every referen
 the next daemon. When an attached process dies, `hang_up` and `process_ended` say so, in either order.
 
 Invariants, each kept after every call:
-* A grant belongs to one group and ends in commit or abort, or when every process of the group has ended. Neither time
-  nor a hang-up ends one.
+* A grant belongs to one group and ends in commit or abort, or when every process of the group has ended or said
+  goodbye. Neither time nor a hang-up ends one.
 * `Group.granted` holds exactly the grants that the Index holds for that group.
 * A commit makes a chunk visible only when its reference is granted to the group that sends it, in the namespace that
   its kind had when it was granted, and the group is not refused.
@@ -27,13 +27,14 @@ Invariants, each kept after every call:
 import itertools
 import json
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from kvstore import limits
-from kvstore._native import STORED, Index, Removal, class_bytes
+from kvstore._native import CPU, FS, PENDING, STORED, Index, Removal, class_bytes
+from kvstore.decisions import REFUSED_PREFIX_BYTES
 from kvstore.errors import (
     BadKey,
     LimitExceeded,
@@ -43,6 +44,7 @@ from kvstore.errors import (
     SeedMismatch,
     Unavailable,
 )
+from kvstore.explanations import Explanations
 from kvstore.lastuse import LastUses
 from kvstore.movement import OWN_GROUP, Movement
 from kvstore.namespace import NAMESPACE_ID_BYTES, canonical_json, differing_fields, digest, seed_fingerprint
@@ -129,6 +131,8 @@ class Group:
     sessions: set[Session] = field(default_factory=set)  # connected
     processes: set[Session] = field(default_factory=set)  # of processes that have not ended, connected or not
     granted: dict[int, Grant] = field(default_factory=dict)  # by slot
+    # Reads from disk that nobody was told of: chunks, seconds.
+    reads: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=limits.READS_UNTOLD_MAX))
 
     def workers(self) -> list[Session]:
         ranked = [session for session in self.sessions if session.role == store_pb2.ROLE_WORKER]
@@ -187,6 +191,10 @@ class Store:
         self._unsalted = tenant_id(tenant_key, None)
         self._started_ms = started_ms
         self._movement = movement
+        if movement is not None:
+            movement.on_read = self._was_read
+        self.explanations = Explanations()
+        self._learned: OrderedDict[str, dict[str, str]] = OrderedDict()  # how an engine is -> document by name
         self._document_is_new = keep_document
         self._last_uses = last_uses or LastUses(lambda: 0.0)
         self.quotas = Quotas(tier.index, None if movement is None else movement.fs)
@@ -210,14 +218,17 @@ class Store:
 
     def connect(self, *, pid: int, uid: int) -> Session:
         """A process has connected to arena.sock and may be here. LimitExceeded."""
-        if len(self._sessions) >= limits.SESSIONS_MAX:
-            raise LimitExceeded(
-                f"{len(self._sessions)} processes are attached, and this daemon takes {limits.SESSIONS_MAX}; "
-                "see `kvstore stats` for who they are"
-            )
+        if len(self._sessions) >= limits.SESSIONS_MAX + limits.OPERATORS_MAX:
+            raise self._too_many_sessions()
         session = Session(self._random_bytes(TOKEN_BYTES), pid, uid)
         self._sessions[session.token] = session
         return session
+
+    def _too_many_sessions(self) -> LimitExceeded:
+        return LimitExceeded(
+            f"this daemon takes {limits.SESSIONS_MAX} processes, and so many are attached; see `kvstore ls sessions` "
+            "for who they are"
+        )
 
     def session(self, token: bytes) -> Session | None:
         session = self._sessions.get(token)
@@ -233,6 +244,8 @@ class Store:
         if request.role == store_pb2.ROLE_ADMIN:
             session.role = request.role
             return
+        if len(self._sessions) > limits.SESSIONS_MAX:  # this one included: the places beyond are for operators
+            raise self._too_many_sessions()
         if request.role not in (store_pb2.ROLE_CLIENT, store_pb2.ROLE_SCHEDULER, store_pb2.ROLE_WORKER):
             raise ProtocolError(f"role {request.role} is unknown to this daemon")
         self._require_seed(request)
@@ -286,7 +299,8 @@ class Store:
         self._forget_if_done(group)
 
     def process_ended(self, session: Session) -> None:
-        """The process has ended, as its pidfd says, or has rested long enough where nothing can watch it."""
+        """The process has ended, as its pidfd says, or has rested long enough where nothing can watch it; or it has
+        said goodbye, and writes no more."""
         self.hang_up(session)
         group = session.group
         if group is None or session not in group.processes:
@@ -350,8 +364,22 @@ class Store:
         if self._movement is not None and group.complete() and not group.refused:
             for chain in request.promotes:
                 kind = group.kinds[chain.kind]
-                self._movement.promote(group.number, kind.namespace, chain.tenant, chain.keys, kind.chunk_bytes)
+                self._movement.promote(
+                    group.number,
+                    kind.namespace,
+                    chain.tenant,
+                    chain.keys,
+                    kind.chunk_bytes,
+                    waited=not chain.unwaited,
+                )
         self._misses += request.misses
+        if group.kinds:
+            self.explanations.told(group.name, group.kinds[0].namespace, request.decisions, now_ms)
+            reply.cpu_full = self._is_full(group)
+        self._learn(request, reply)
+        while group.reads:
+            chunks, seconds = group.reads.popleft()
+            reply.reads.add(chunks=chunks, seconds=seconds)
         if any(request.grants_wanted):
             reply.grants.extend(self._grant_kinds(group, request.grants_wanted, request.tails, now_ms))
         state = self.group_state(group)
@@ -363,6 +391,36 @@ class Store:
         while len(session.replies) > limits.STEPS_UNANSWERED_MAX:
             session.replies.popitem(last=False)
         return reply
+
+    def _was_read(self, group_number: int, chunks: int, seconds: float) -> None:
+        for group in self._groups.values():
+            if group.number == group_number:
+                group.reads.append((chunks, seconds))
+
+    def _is_full(self, group: Group) -> bool:
+        index = self._index.stats()
+        taken = index["used_bytes"] + index["granted_bytes"]
+        return taken + max(kind.slot_bytes for kind in group.kinds) > self._tier.ready_bytes
+
+    def _learn(self, request: store_pb2.StepRequest, reply: store_pb2.StepReply) -> None:
+        if not request.learning:
+            return
+        kept = self._learned.setdefault(request.learning, {})
+        self._learned.move_to_end(request.learning)
+        kept.update((learned.name, learned.document) for learned in request.learned)
+        while len(self._learned) > limits.LEARNED_KEPT_MAX:
+            self._learned.popitem(last=False)
+        if request.learned_wanted:
+            for name, document in kept.items():
+                reply.learned.add(name=name, document=document)
+
+    def learned(self) -> dict[str, dict[str, str]]:
+        """Of the engines seen last: documents by kind of engine and name."""
+        return dict(list(self._learned.items())[-limits.LEARNED_ON_DISK_MAX :])
+
+    def remember_learned(self, learned: Mapping[str, Mapping[str, str]]) -> None:
+        """What was kept by an earlier run."""
+        self._learned.update((kind, dict(documents)) for kind, documents in learned.items())
 
     def lookup(self, request: store_pb2.LookupRequest) -> bytes:
         """One code of `kvstore._native` per key. BadKey, ProtocolError, LimitExceeded."""
@@ -422,6 +480,8 @@ class Store:
             poison_commits=index["poison_commits"],
             eviction_policy=self._tier.eviction_policy,
             problems=self.problems() if self._verify else (),
+            decisions=self.explanations.counts(),
+            balances=self.explanations.balances(),
         )
 
     def _fs_stats(self, movement: Movement) -> admin_pb2.TierStats:
@@ -613,17 +673,18 @@ class Store:
     ) -> Iterator[admin_pb2.ChunksPage]:
         """A list of the tier's chunks is made at once, for no call of the tier may come between."""
         scope = Scope(namespace, tenant)
-        found = ((chunk, nbytes) for chunk, nbytes in movement.fs.chunks() if scope.covers(chunk))
+        found = (row for row in movement.fs.ages() if scope.covers(row[0]))
         listed = list(itertools.islice(found, limit))
         for first in range(0, len(listed), limits.ROWS_PER_PAGE):
             page = admin_pb2.ChunksPage()
-            for chunk, nbytes in listed[first : first + limits.ROWS_PER_PAGE]:
+            for chunk, nbytes, idle_s in listed[first : first + limits.ROWS_PER_PAGE]:
                 page.chunks.add(
                     namespace_id=chunk.namespace,
                     tenant_id=chunk.tenant,
                     key=chunk.key,
                     tier=movement.fs.name,
                     bytes=nbytes,
+                    idle_s=idle_s,
                 )
             yield page
 
@@ -631,14 +692,11 @@ class Store:
         """From the cpu tier: `go_on` does it. None: it is not meant. NotFound, ProtocolError: nothing is removed then,
         in any tier. When it is done `remove_lower` does the rest."""
         namespace, tenant = self._named(request.what)
+        if not request.dry_run:
+            self.explanations.removed(f"chunks from {request.what.tier or 'every tier'}", now_ms)
         older, nbytes = request.HasField("older_than_ms"), request.HasField("bytes")
         if nbytes and request.bytes == 0:
             raise ProtocolError("a removal of 0 bytes")
-        if older and self._lower(request.what) is not None:
-            raise ProtocolError(
-                "the fs tier knows the order in which its chunks were used, but no times; name --tier cpu with "
-                "--older-than, or say how much is to go with --bytes"
-            )
         if request.what.tier not in ("", TIER):
             self._require_known(namespace, tenant)
             return None
@@ -667,6 +725,7 @@ class Store:
             Scope(namespace, tenant),
             done,
             bytes_wanted=request.bytes if request.HasField("bytes") else None,
+            unused_s=request.older_than_ms / 1000 if request.HasField("older_than_ms") else None,
             dry_run=request.dry_run,
         )
         return True
@@ -708,6 +767,36 @@ class Store:
         below = movement is not None and tenant is not None and movement.covers(None, tenant)
         if tenant is not None and not below and not self._index.holds(tenant=tenant):
             raise NotFound(f"tenant {tenant.hex()} has no chunk here; `kvstore ls tenants` shows those that have")
+
+    def explain(self, request: admin_pb2.ExplainRequest, now_ms: int) -> admin_pb2.ExplainReply:
+        """ProtocolError: neither a request nor a key, or too little of one."""
+        match request.WhichOneof("about"):
+            case "request" if request.request:
+                decisions = self.explanations.of_request(request.request, now_ms)
+                # Of what was missed last: what became of it.
+                missed = [each.decision.refused for each in decisions if not each.decision.is_store]
+                keys = self._fates(missed[-1], now_ms) if missed and missed[-1] else []
+                return admin_pb2.ExplainReply(decisions=decisions, keys=keys)
+            case "key" if REFUSED_PREFIX_BYTES <= len(request.key) <= limits.KEY_BYTES_MAX:
+                return admin_pb2.ExplainReply(keys=self._fates(request.key, now_ms))
+            case _:
+                raise ProtocolError(
+                    f"neither a request's id nor at least the first {REFUSED_PREFIX_BYTES} bytes of a key"
+                )
+
+    def _fates(self, key: bytes, now_ms: int) -> list[admin_pb2.KeyFate]:
+        places = [row[:2] for row in self._index.usage(None, limit=limits.ROWS_PER_PAGE)]
+        if self._movement is not None:
+            places += [place for place in self._movement.fs.usage() if place not in places]
+        return self.explanations.of_key(key, places, self._tier_of, now_ms)
+
+    def _tier_of(self, namespace: bytes, tenant: bytes, key: bytes) -> str:
+        if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
+            return ""
+        code = self._index.lookup(namespace, tenant, [key])[0]
+        sick = "" if self._movement is None else self._movement.fs.sick or ""
+        on_disk = f"fs (sick, so it is not read: {sick})" if sick else "fs"
+        return {CPU: TIER, PENDING: f"{on_disk} (being read)", FS: on_disk}.get(code, "")
 
     # -- attach rules --------------------------------------------------------------------------------------------
 
@@ -869,12 +958,14 @@ class Store:
             return
         kept = [(at.slot, at.generation) for at in tails]
         self._index.lease(OWN_GROUP, kept, now_ms)
+        evictions = self._index.stats()["evictions"]
         for kind, count in zip(group.kinds, wanted, strict=False):
             grants, short = self._grant(group, kind, count)
             yield store_pb2.Grants(
                 slots=[store_pb2.SlotRef(slot=slot, generation=generation) for slot, generation in grants],
                 short=cast("store_pb2.Outcome", short),
             )
+        self.explanations.evicted(group.name, self._index.stats()["evictions"] - evictions, now_ms)
         self._index.release(OWN_GROUP, kept)
 
     def _grant(self, group: Group, kind: Kind, wanted: int) -> tuple[list[tuple[int, int]], int]:
@@ -925,6 +1016,8 @@ class Store:
                 outcomes[position] = code  # the numbers of wire and index agree; not granted: removed meanwhile
                 if code == STORED:
                     self._stores += 1
+                    commit = commits[position]
+                    self.explanations.stored(group.name, kind.namespace, commit.tenant, commit.key, now_ms)
                     if self._movement is not None:
                         self._write_through(self._movement, kind, commits[position])
         self._abort(group, aborted)
@@ -1055,6 +1148,13 @@ def _require_well_formed(request: store_pb2.StepRequest, last_number: int, kinds
     )
     if operations > limits.OPERATIONS_PER_STEP_MAX:
         raise LimitExceeded(f"{operations} operations in one message; at most {limits.OPERATIONS_PER_STEP_MAX}")
+    if len(request.decisions) > limits.DECISIONS_PER_STEP_MAX or len(request.learned) > limits.LEARNED_PER_STEP_MAX:
+        raise LimitExceeded(f"{len(request.decisions)} decisions and {len(request.learned)} documents in one message")
+    for learned in request.learned:
+        if len(learned.name) + len(learned.document) > limits.LEARNED_DOCUMENT_BYTES_MAX:
+            raise LimitExceeded(f"a document of {len(learned.document)} characters about what was learned")
+    if len(request.learning) > limits.LEARNED_DOCUMENT_BYTES_MAX:
+        raise LimitExceeded(f"{len(request.learning)} characters say how an engine is")
     if len(request.tails) > limits.TAILS_PER_STEP_MAX:
         raise LimitExceeded(f"{len(request.tails)} tails in one message; at most {limits.TAILS_PER_STEP_MAX}")
     chains = (*request.touches, *request.promotes)

@@ -587,6 +587,9 @@ void bind_io(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    // At a process's end its maps and threads are the kernel's to take away; a list of them on the terminal helps
+    // nobody.
+    nb::set_leak_warnings(false);
     nb::register_exception_translator(translate_system_error);
 
     m.attr("SLOT_ALIGNMENT") = SLOT_ALIGNMENT;

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from kvstore.cli import check, evict, explain, gc, ls, plan, quota, serve, stats
+from kvstore.cli import calibrate, check, evict, explain, gc, ls, plan, quota, serve, stats
 
 app = typer.Typer(
     name="kvstore",
@@ -25,6 +25,7 @@ app.command("check")(check.check)
 app.command("explain")(explain.explain)
 app.command("gc")(gc.gc)
 app.add_typer(quota.quota, name="quota")
+app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
 
 

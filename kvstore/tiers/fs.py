@@ -226,8 +226,10 @@ class FsTier:
         regions: Sequence[tuple[int, int]],
         clock: Callable[[], float] = time.monotonic,
         step: Step = no_step,
+        wall_clock_us: Callable[[], int] = lambda: time.time_ns() // 1_000,
     ) -> None:
         self._directory = directory
+        self._wall_clock_us = wall_clock_us
         self._options = options
         self._clock = clock
         self._step = step
@@ -290,6 +292,7 @@ class FsTier:
             self._set_progress,
             self._cancelled,
             self._step,
+            self._wall_clock_us,
         )
         self._worker.run(recovery.run, self._recovered)
 
@@ -403,6 +406,11 @@ class FsTier:
     def chunks(self) -> Iterator[tuple[ChunkId, int]]:
         """Every chunk and its slot's bytes, oldest first. No call of the tier may come between."""
         return ((entry.chunk, entry.slot_bytes) for entry in self._catalog.oldest_first())
+
+    def ages(self) -> Iterator[tuple[ChunkId, int, float]]:
+        """As `chunks`, with the seconds since the last use."""
+        catalog = self._catalog
+        return ((entry.chunk, entry.slot_bytes, catalog.idle_s(entry)) for entry in catalog.oldest_first())
 
     def usage(self) -> dict[tuple[bytes, bytes], tuple[int, int]]:
         """Chunks and bytes of slots by namespace and tenant."""
@@ -1158,6 +1166,10 @@ class FsTier:
 
     async def keep_quotas(self, quotas: dict[str, dict[str, int]]) -> None:
         await self._ask(partial(self._directory.keep_quotas, quotas, self._small_files_bytes_max))
+
+    async def keep_learned(self, learned: dict[str, dict[str, str]]) -> None:
+        """By kind of engine and name. LimitExceeded when there is no room for it; OSError."""
+        await self._ask(partial(self._directory.keep_learned, learned, self._small_files_bytes_max))
 
     @property
     def _small_files_bytes_max(self) -> int:

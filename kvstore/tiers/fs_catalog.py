@@ -1,4 +1,4 @@
-"""What lies where in the fs tier, what it costs, and what has to go. Pure: no I/O, no clock.
+"""What lies where in the fs tier, what it costs, and what has to go. Pure: no I/O; time is asked of an argument.
 
 One thread at a time owns a catalog: the tier's worker while it fills it at start, then the event loop. It is the truth
 while the daemon lives; LMDB keeps a copy for the next start.
@@ -28,6 +28,7 @@ from typing import NamedTuple
 from kvstore.tiers.base import ChunkId
 from kvstore.tiers.fs_format import BLOCK_BYTES, SLOTS_PER_SLAB_MAX, slab_file_bytes, slot_bytes_for
 
+TICKS_ARE_TIMES_FROM = 1_500_000_000_000_000  # a time in 2017; what a rebuild takes from headers is less by far
 SLABS_PER_TIER = 64  # of the usual size; so many that taking one from a class hurts little, so few that they are cheap
 SLAB_BYTES_MAX = 8 << 30
 SMALL_FILES_BYTES_MIN = 256 << 10
@@ -163,8 +164,18 @@ class _Limited:
 
 
 class Catalog:
-    def __init__(self, cap_bytes: int, *, slab_bytes: int | None = None, foreign_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        cap_bytes: int,
+        *,
+        slab_bytes: int | None = None,
+        foreign_bytes: int = 0,
+        clock_us: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`clock_us`: the wall clock. Ticks follow it, but always rise with a use; so they are times too."""
         self.cap_bytes = cap_bytes
+        self._clock_us = clock_us
+        self._made_us = clock_us()
         self.foreign_bytes = foreign_bytes
         self.slab_bytes = slab_bytes or min(SLAB_BYTES_MAX, max(BLOCK_BYTES, cap_bytes // SLABS_PER_TIER))
         self.classes: dict[int, SizeClass] = {}
@@ -375,8 +386,13 @@ class Catalog:
             limited.lru.move_to_end(entry.chunk)
 
     def _next_tick(self) -> int:
-        self.tick += 1
+        self.tick = max(self.tick + 1, self._clock_us())
         return self.tick
+
+    def idle_s(self, entry: Entry) -> float:
+        """Since its last use. Where a rebuild has lost that: since then."""
+        used_us = entry.tick if entry.tick >= TICKS_ARE_TIMES_FROM else self._made_us
+        return max(0, self._clock_us() - used_us) / 1e6
 
     # Quotas
 

@@ -356,6 +356,28 @@ class FsDirectory:
             raise LimitExceeded(f"quotas of {len(content)} bytes beside {taken} bytes: {bytes_max} is the most")
         self.write_small(fs_paths.QUOTAS, content)
 
+    def learned(self) -> dict[str, dict[str, str]]:
+        """Documents by kind of engine and name; a damaged file is none."""
+        raw = self.read_small(fs_paths.LEARNED)
+        try:
+            document = {} if raw is None else json.loads(raw)
+            return {
+                str(kind): {str(name): str(text) for name, text in documents.items()}
+                for kind, documents in document.items()
+            }
+        except (ValueError, AttributeError, TypeError):
+            log.warning("%s: %s is damaged; engines learn their speed anew", self.path, fs_paths.LEARNED)
+            return {}
+
+    def keep_learned(self, learned: dict[str, dict[str, str]], bytes_max: int) -> None:
+        content = json.dumps(learned).encode()
+        taken = self.small_files_bytes()
+        if taken + len(content) + BLOCK_BYTES > bytes_max:
+            raise LimitExceeded(
+                f"{len(content)} bytes of what was learned beside {taken} bytes: {bytes_max} is the most"
+            )
+        self.write_small(fs_paths.LEARNED, content)
+
     def small_files_bytes(self) -> int:
         """What the directories and every file of ours but slabs and index take on disk."""
         own = sum(self._disk_bytes(name) for name in self._names() if self._is_small(name))

@@ -19,7 +19,7 @@ from kvstore import client as client_module
 from kvstore import steps as steps_module
 from kvstore._native import Finished, fill, slot_offset
 from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
-from kvstore.errors import SeedMismatch, Unavailable
+from kvstore.errors import ConfigurationError, SeedMismatch, Unavailable
 from kvstore.rpc.handover import Hello
 from kvstore.session import Attachment, GroupState, Kind, KindState, Role, Session
 from kvstore.steps import Steps
@@ -97,6 +97,24 @@ def test_a_put_or_a_get_is_one_use_of_each_chunk() -> None:
 def test_two_processes_with_different_seeds_never_meet(daemon: Daemon) -> None:
     with pytest.raises(SeedMismatch, match=r"seed '00' and the daemon with '0'"):
         client_of(daemon, hash_seed="00")
+
+
+def test_slots_of_a_client_that_closes_while_the_daemon_hangs_come_back(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need not wait for the end of this process, which has said that it writes no more."""
+    monkeypatch.setattr(steps_module, "CLOSE_TIMEOUT_S", 0.1)
+    client = client_of(daemon)
+    assert client._connection is not None
+    assert len(client._connection._steps.wait_grants(3, WAIT_S)) == 3
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        client.close()
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    eventually(lambda: daemon.tier()["granted_bytes"] == 0, "the slots of the client that has gone are free")
+    assert [session["role"] for session in daemon.stats()["sessions"]] == ["admin"]  # type: ignore[attr-defined]
+    daemon.assert_sound()
 
 
 def test_a_tier_whose_slots_are_all_leased_or_granted_rejects() -> None:
@@ -221,7 +239,7 @@ def test_chunks_too_small_for_the_table_to_name_them_all_still_make_room_for_new
 
 
 def test_an_attach_that_fails_half_way_leaves_no_session(daemon: Daemon) -> None:
-    with pytest.raises(ValueError, match=r"a copier of 0 threads"):
+    with pytest.raises(ConfigurationError, match=r"a copier of 0 threads"):
         client_of(daemon, copy_threads=0)
 
     def only_who_asks() -> bool:
@@ -344,6 +362,7 @@ def test_a_forked_child_does_not_keep_a_dead_processs_slots() -> None:
 
 def test_a_hang_up_of_a_living_process_ends_leases_but_no_grant(daemon: Daemon) -> None:
     hold = """
+import socket
 import sys
 from kvstore._native import slot_offset
 from kvstore.session import Attachment, Kind, Role, Session
@@ -360,8 +379,8 @@ steps.lease(*stored)
 steps.settle(10)
 print("leased", flush=True)
 sys.stdin.readline()
-session.close()
-print("closed", flush=True)
+session._sock.shutdown(socket.SHUT_RDWR)  # without a goodbye
+print("hung up", flush=True)
 sys.stdin.readline()
 """
     with subprocess.Popen(
@@ -374,7 +393,7 @@ sys.stdin.readline()
         assert (tier["pinned_bytes"], tier["granted_bytes"]) == (4096, 4096)
         process.stdin.write("\n")
         process.stdin.flush()
-        assert process.stdout.readline() == "closed\n"
+        assert process.stdout.readline() == "hung up\n"
         eventually(lambda: daemon.tier()["pinned_bytes"] == 0, "the lease ends")
         assert daemon.tier()["granted_bytes"] == 4096
         process.kill()

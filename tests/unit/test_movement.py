@@ -43,6 +43,9 @@ class LowerTier:
     def chunks(self) -> Iterator[tuple[ChunkId, int]]:
         return ((chunk, CHUNK) for chunk in list(self.held))
 
+    def ages(self) -> Iterator[tuple[ChunkId, int, float]]:
+        return ((chunk, CHUNK, 0.0) for chunk in list(self.held))
+
     def write(self, chunk: ChunkId, memory: Memory, done: WriteDone, released: Released) -> None:
         self.writes.append((chunk, memory, done, released))
 
@@ -429,3 +432,19 @@ def test_what_the_lower_tier_has_without_a_hint_in_the_table_is_not_asked_for_ag
         tiers.fs.end_write(WriteOutcome.PRESENT)
     tiers.movement.tick()
     assert tiers.fs.writes == []
+
+
+def test_what_nobody_waits_for_any_more_lands_without_a_lease_and_is_timed_all_the_same(tiers: Tiers) -> None:
+    keys = [key_of(name) for name in range(3)]
+    tiers.fs.held |= {ChunkId(NAMESPACE, TENANT, key) for key in keys}
+    told: list[tuple[int, int, float]] = []
+    tiers.movement.on_read = lambda *report: told.append(report)
+    tiers.movement.promote(GROUP, NAMESPACE, TENANT, keys, CHUNK)
+    tiers.movement.promote(GROUP, NAMESPACE, TENANT, keys[:2], CHUNK, waited=False)
+    for _ in keys:
+        assert not told
+        tiers.fs.end_read()
+    assert tiers.cpu.index.stats()["pinned_bytes"] == CHUNK
+    [(group, chunks, seconds)] = told
+    assert (group, chunks) == (GROUP, 3)
+    assert seconds > 0

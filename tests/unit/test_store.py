@@ -245,8 +245,13 @@ def test_a_chunk_that_cannot_fit_is_refused_at_attach(store: Store, chunk_bytes:
 def test_sessions_are_bounded(store: Store) -> None:
     for _ in range(limits.SESSIONS_MAX):
         store.connect(pid=1, uid=0)
-    with pytest.raises(LimitExceeded, match=r"1024 processes are attached"):
+    with pytest.raises(LimitExceeded, match=r"takes 1024 processes"):
+        attach(store)
+    operators = [attach(store, store_pb2.ROLE_ADMIN) for _ in range(limits.OPERATORS_MAX)]
+    with pytest.raises(LimitExceeded, match=r"takes 1024 processes"):
         store.connect(pid=1, uid=0)
+    store.hang_up(operators[0])
+    attach(store, store_pb2.ROLE_ADMIN)
 
 
 def test_refused_processes_leave_no_group_behind(store: Store) -> None:

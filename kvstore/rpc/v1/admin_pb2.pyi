@@ -1,3 +1,4 @@
+from kvstore.rpc.v1 import store_pb2 as _store_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -179,6 +180,44 @@ class CollectedNamespace(_message.Message):
     by_tier: _containers.RepeatedCompositeFieldContainer[TierRemoval]
     def __init__(self, namespace_id: _Optional[bytes] = ..., document: _Optional[str] = ..., unused_s: _Optional[float] = ..., by_tier: _Optional[_Iterable[_Union[TierRemoval, _Mapping]]] = ...) -> None: ...
 
+class ExplainRequest(_message.Message):
+    __slots__ = ("request", "key")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    key: bytes
+    def __init__(self, request: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
+
+class Explained(_message.Message):
+    __slots__ = ("decision", "group", "age_s", "namespace_id")
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    decision: _store_pb2.Decision
+    group: str
+    age_s: float
+    namespace_id: bytes
+    def __init__(self, decision: _Optional[_Union[_store_pb2.Decision, _Mapping]] = ..., group: _Optional[str] = ..., age_s: _Optional[float] = ..., namespace_id: _Optional[bytes] = ...) -> None: ...
+
+class KeyFate(_message.Message):
+    __slots__ = ("namespace_id", "tenant_id", "events")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    tenant_id: bytes
+    events: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, namespace_id: _Optional[bytes] = ..., tenant_id: _Optional[bytes] = ..., events: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("decisions", "keys")
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    decisions: _containers.RepeatedCompositeFieldContainer[Explained]
+    keys: _containers.RepeatedCompositeFieldContainer[KeyFate]
+    def __init__(self, decisions: _Optional[_Iterable[_Union[Explained, _Mapping]]] = ..., keys: _Optional[_Iterable[_Union[KeyFate, _Mapping]]] = ...) -> None: ...
+
 class CheckRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -265,8 +304,38 @@ class SessionStats(_message.Message):
     namespace_ids: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, role: _Optional[str] = ..., group: _Optional[str] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., rank: _Optional[int] = ..., namespace_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class AdmissionCount(_message.Message):
+    __slots__ = ("kind", "reason", "decisions", "refused_chunks")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    reason: str
+    decisions: int
+    refused_chunks: int
+    def __init__(self, kind: _Optional[str] = ..., reason: _Optional[str] = ..., decisions: _Optional[int] = ..., refused_chunks: _Optional[int] = ...) -> None: ...
+
+class TierBalance(_message.Message):
+    __slots__ = ("tier", "loads", "predicted_s", "realised_s", "load_s", "saved_s", "regret_s")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
+    REALISED_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    SAVED_S_FIELD_NUMBER: _ClassVar[int]
+    REGRET_S_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    loads: int
+    predicted_s: float
+    realised_s: float
+    load_s: float
+    saved_s: float
+    regret_s: float
+    def __init__(self, tier: _Optional[str] = ..., loads: _Optional[int] = ..., predicted_s: _Optional[float] = ..., realised_s: _Optional[float] = ..., load_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., regret_s: _Optional[float] = ...) -> None: ...
+
 class StatsReply(_message.Message):
-    __slots__ = ("instance_id", "uptime_s", "tiers", "sessions", "namespaces", "tenants", "stores", "failed_loads", "poison_commits", "problems", "eviction_policy")
+    __slots__ = ("instance_id", "uptime_s", "tiers", "sessions", "namespaces", "tenants", "stores", "failed_loads", "poison_commits", "problems", "eviction_policy", "decisions", "balances")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +347,8 @@ class StatsReply(_message.Message):
     POISON_COMMITS_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    BALANCES_FIELD_NUMBER: _ClassVar[int]
     instance_id: bytes
     uptime_s: float
     tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
@@ -289,4 +360,6 @@ class StatsReply(_message.Message):
     poison_commits: int
     problems: _containers.RepeatedScalarFieldContainer[str]
     eviction_policy: str
-    def __init__(self, instance_id: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[int] = ..., tenants: _Optional[int] = ..., stores: _Optional[int] = ..., failed_loads: _Optional[int] = ..., poison_commits: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., eviction_policy: _Optional[str] = ...) -> None: ...
+    decisions: _containers.RepeatedCompositeFieldContainer[AdmissionCount]
+    balances: _containers.RepeatedCompositeFieldContainer[TierBalance]
+    def __init__(self, instance_id: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[int] = ..., tenants: _Optional[int] = ..., stores: _Optional[int] = ..., failed_loads: _Optional[int] = ..., poison_commits: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., eviction_policy: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[AdmissionCount, _Mapping]]] = ..., balances: _Optional[_Iterable[_Union[TierBalance, _Mapping]]] = ...) -> None: ...

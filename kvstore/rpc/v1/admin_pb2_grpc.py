@@ -74,6 +74,11 @@ class AdminStub(object):
                 request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectRequest.SerializeToString,
                 response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectedNamespace.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvstore.rpc.v1.Admin/Explain',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+                _registered_method=True)
         self.Check = channel.unary_unary(
                 '/kvstore.rpc.v1.Admin/Check',
                 request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckRequest.SerializeToString,
@@ -144,6 +149,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """What is known of one request or key, as far as the daemon remembers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Check(self, request, context):
         """The daemon does nothing else meanwhile.
         """
@@ -201,6 +213,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Collect,
                     request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectRequest.FromString,
                     response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectedNamespace.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.ExplainReply.SerializeToString,
             ),
             'Check': grpc.unary_unary_rpc_method_handler(
                     servicer.Check,
@@ -429,6 +446,33 @@ class Admin(object):
             '/kvstore.rpc.v1.Admin/Collect',
             kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectRequest.SerializeToString,
             kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectedNamespace.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/Explain',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,
