@@ -27,7 +27,7 @@ from benchmarks.report import Result, main, spread
 from kvstore._native import IoPool
 from kvstore.client import StoreClient
 from kvstore.limits import HEARTBEAT_INTERVAL_MS
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.testing import running_daemon, start_daemon
 from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Scope, WriteOutcome
 from kvstore.tiers.conformance import Memories, chunk_id, outcome_of
@@ -282,7 +282,7 @@ def loop_delay(folder: Path) -> list[Result]:
         threads = [threading.Thread(target=client, args=(daemon.endpoint, name)) for name in moved]
         with Session.attach(
             daemon.endpoint,
-            Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "looks on"}, chunk_bytes=chunk_bytes),
+            Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind({"model": "looks on"}, chunk_bytes),)),
         ) as session:
             for thread in threads:
                 thread.start()

@@ -35,7 +35,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.report import Result, main
 from connector.messages import WorkerOutcomes
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.testing import Daemon, running_daemon
 
 BLOCK_TOKENS = 16
@@ -263,9 +263,7 @@ def _worker_of(engine: Engine, daemon: Daemon) -> Iterator[None]:
         role=Role.WORKER,
         hash_seed=SEED,
         group=engine.connector._engine.group,
-        namespace={"model": "benchmark"},
-        chunk_bytes=CHUNK_BYTES,
-        range_bytes=CHUNK_BYTES,
+        kinds=(Kind({"model": "benchmark"}, CHUNK_BYTES, 0, CHUNK_BYTES),),
     )
     with Session.attach(daemon.endpoint, attachment):
         deadline_s = time.monotonic() + WAIT_S

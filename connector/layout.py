@@ -173,6 +173,8 @@ class ChunkLayout:
         self._arena = _column(piece.arena for piece in pieces)
         self._arena_strides = _column(piece.arena_stride for piece in pieces)
         self._sizes = _column(piece.nbytes for piece in pieces)
+        # Of blocks that follow each other on both sides; else looking for neighbours would cost as much as the rest.
+        self._blocks_may_touch = any(piece.nbytes == piece.device_stride == piece.arena_stride for piece in pieces)
 
     def chunks_touched(self, first_block: int, block_count: int) -> int:
         """How many chunks `block_count` consecutive blocks of a request touch when the first is its block
@@ -209,10 +211,15 @@ class ChunkLayout:
         if int(block_ids.min()) < 0 or int(block_ids.max()) >= self.block_count:
             raise ValueError(f"block ids {block_ids.min()} to {block_ids.max()}, but the cache has {self.block_count}")
         chunk_of, block_in_chunk = np.divmod(in_chunks, np.uint64(self.blocks_per_chunk))
-        device = self._device + block_ids.astype(np.uint64) * self._device_strides
-        arena = chunks[chunk_of.astype(np.intp)] + self._arena + block_in_chunk * self._arena_strides
-        sizes = np.broadcast_to(self._sizes, device.shape)
-        return _coalesced(device.ravel(), arena.ravel(), sizes.ravel())
+        device = block_ids.astype(np.uint64) * self._device_strides
+        device += self._device
+        arena = block_in_chunk * self._arena_strides
+        arena += self._arena
+        arena += chunks[chunk_of.astype(np.intp)]
+        sizes = np.repeat(self._sizes.ravel(), len(block_ids))
+        if not self._blocks_may_touch:
+            return Fragments(device.ravel(), arena.ravel(), sizes)
+        return _coalesced(device.ravel(), arena.ravel(), sizes)
 
     def written(self, block_ids: NDArray[np.integer], first_block: int, chunks: Addresses) -> Fragments:
         """What this rank stores of whole chunks: its own bytes, where it is its turn. ValueError as above, and for

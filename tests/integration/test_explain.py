@@ -12,13 +12,13 @@ from kvstore.client import StoreClient
 from kvstore.decisions import Alternative, Decision
 from kvstore.errors import LimitExceeded
 from kvstore.limits import LEARNED_DOCUMENT_BYTES_MAX
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.steps import DECISIONS_QUEUED_MAX, Steps
 from kvstore.testing import Daemon, running_daemon
 from kvstore.tiers.fs_paths import LEARNED
 from tests.integration.conftest import CHUNK_BYTES, WAIT_S, client_of, eventually, key, payload
 
-CLIENT = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=CHUNK_BYTES)
+CLIENT = Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind({"model": "m"}, CHUNK_BYTES),))
 
 
 def explain(daemon: Daemon, about: str, code: int = 0) -> dict[str, list[dict[str, object]]]:

@@ -39,6 +39,7 @@ class Kind:
     options: dict[str, Any] = field(default_factory=dict)
     page: str = "heads outermost"
     padding: int = 0
+    dcp: int = 1
 
     def rank_spec(self, tp: int) -> AttentionSpec:
         options = {"head_size": 8, "dtype": torch.float32, **self.options}
@@ -61,7 +62,7 @@ class Rank:
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=tp,
                 prefill_context_parallel_size=1,
-                decode_context_parallel_size=1,
+                decode_context_parallel_size=kind.dcp,
                 cp_kv_cache_interleave_size=1,
                 world_size=tp,
                 rank=rank,
@@ -207,6 +208,9 @@ def test_every_tp_size_writes_and_reads_the_same_chunk(kind: Kind, tp_lcm_size: 
         ),
         pytest.param(
             Kind(MLAAttentionSpec, 1, {"head_size": 64, "tokens_per_state": 2}), "does not certify", id="compressed MLA"
+        ),
+        pytest.param(
+            Kind(MLAAttentionSpec, 1, {"head_size": 64}, dcp=2), "does not certify", id="tokens shared out to ranks"
         ),
     ],
 )
