@@ -105,11 +105,6 @@ class Geometry:
     blocks_per_chunk: int
     ranks: int
 
-    @property
-    def lead(self) -> int:
-        """The kind that admission decides by: the first chain; the others follow its tokens."""
-        return next((number for number, kind in enumerate(self.kinds) if kind.is_chain), 0)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
@@ -185,12 +180,28 @@ class Row:
         suffix = make_offload_key(b"", self.geometry.group_id)
         return [OffloadKey(chunk_hash + suffix) for chunk_hash in hashes]
 
+    def admitted(self, end_tokens: int | None, count: int) -> int:
+        """How many of `count` chunks from `lookup_from` on end by then."""
+        if end_tokens is None:
+            return count
+        return max(0, end_tokens // self.geometry.tokens_per_chunk - self.lookup_from)
+
     def needed(self, codes: bytes) -> bytes:
         """Of what a lookup found from `lookup_from` on: what loading the whole prompt would need."""
         if self.geometry.window_chunks is None:
             return codes
         end = max(0, self.boundary - self.lookup_from)
         return codes[max(0, end - self.geometry.window_chunks) : end]
+
+
+class LookedUp(NamedTuple):
+    """What the shared table said of a row's chunks from `lookup_from` on."""
+
+    row: Row
+    keys: Sequence[OffloadKey]
+    codes: bytes
+    slots: Sequence[int]
+    generations: Sequence[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -203,14 +214,13 @@ class RequestRecord:
     hashes: Sequence[bytes] = field(repr=False)  # vLLM's own list
     prompt_tokens: int
     rows: Sequence[Row]  # by kind
-    lead: Row  # of them, the one that admission decides by
     adapter: bytes = b""  # digest of its LoRA adapter
     finished: bool = False
     load: LoadVerdict | None = None  # of the hit as it was last
     store: StoreVerdict | None = None  # of all its chunks, from the first offer on
     tiers: TierFilter | None = None  # that the request may load from; None: not known yet
     computed_tokens: int = 0  # that the engine has itself
-    admitted_tokens: int = 0  # end of what may be loaded
+    admitted_tokens: int | None = 0  # end of what may be loaded; None: as much as there is
     found: Found | None = None  # None: to be looked up when vLLM asks
     misses_told: bool = False
     barred: set[OffloadKey] = field(default_factory=set)  # keys whose load failed: not tried again
@@ -219,6 +229,11 @@ class RequestRecord:
     prefetched: set[OffloadKey] = field(default_factory=set)  # keys asked for: a hit of fs, not of cpu
     store_waits_until_s: float | None = None  # None: has not waited for grants yet
     tenant_of: tuple[Attached, bytes] | None = field(default=None, repr=False)
+
+    @property
+    def lead(self) -> Row:
+        """The chunks that decisions are made by: a chain's, where there is one."""
+        return next((row for row in self.rows if row.geometry.is_chain), self.rows[0])
 
     def may_load_from(self, medium: Medium) -> bool:
         return self.tiers is None or self.tiers.allows(medium, Locality.LOCAL)
@@ -231,19 +246,6 @@ class RequestRecord:
         if self.tenant_of is None or self.tenant_of[0] is not attached:
             self.tenant_of = (attached, attached.session.tenant_id(self.salt))
         return self.tenant_of[1]
-
-
-class LookedUp(NamedTuple):
-    """What the table said of a row's chunks from `lookup_from` on."""
-
-    row: Row
-    keys: list[OffloadKey]
-    codes: bytes
-    slots: list[int]
-    generations: list[int]
-
-    def head(self, count: int) -> "LookedUp":
-        return LookedUp(self.row, self.keys[:count], self.codes[:count], self.slots[:count], self.generations[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +263,11 @@ class Offers:
     row: Row
     first: int  # positions of the first and the last one offered
     last: int
+    end: int | None  # the first position that is not admitted
     present: list[Offer] = field(default_factory=list)
     wanted: list[Offer] = field(default_factory=list)
-    refused: list[Offer] = field(default_factory=list)  # among them what lies behind the end of the stored chain
     not_admitted: list[Offer] = field(default_factory=list)
-    end: int | None = None  # position of the first chunk that is not to be stored
+    refused: list[Offer] = field(default_factory=list)  # among them what lies behind the end of the stored chain
 
 
 @dataclass(slots=True, eq=False)
@@ -319,7 +321,7 @@ class SchedulerHalf(OffloadingManager):
         self._tickets = itertools.count(1)
         self._prepared: dict[int, Job] = {}  # by ticket: not yet in a message to the workers
         self._jobs: dict[int, Job] = {}  # by vLLM's job id: with the workers
-        self._loading: dict[OffloadKey, int] = {}  # that copies to the GPU are under way for, and how many
+        self._loading: dict[OffloadKey, int] = {}  # keys that copies to the GPU are under way for, and how many
         self._storing: dict[tuple[bytes, OffloadKey], Job] = {}  # (tenant, key) -> the store that writes it
         self._expected = [0] * len(geometry.kinds)  # by kind, sum of the rows' grants_expected
         self._kind_of_group = {kind.group_id: number for number, kind in enumerate(geometry.kinds)}
@@ -353,16 +355,6 @@ class SchedulerHalf(OffloadingManager):
                 "kvstore: requests with a LoRA adapter are neither stored nor loaded while the digest of its files is "
                 "not known: vLLM's keys name the adapter, not its content"
             )
-        rows = [
-            Row(
-                number,
-                kind,
-                hashes,
-                prompt_chunks=prompt_tokens // kind.tokens_per_chunk,
-                boundary=(prompt_tokens - 1) // kind.tokens_per_chunk,
-            )
-            for number, kind in enumerate(self._geometry.kinds)
-        ]
         record = RequestRecord(
             req_id=req_id,
             salt=salt,
@@ -370,8 +362,16 @@ class SchedulerHalf(OffloadingManager):
             adapter=adapter,
             hashes=hashes,
             prompt_tokens=prompt_tokens,
-            rows=rows,
-            lead=rows[self._geometry.lead],
+            rows=[
+                Row(
+                    number,
+                    kind,
+                    hashes,
+                    prompt_chunks=prompt_tokens // kind.tokens_per_chunk,
+                    boundary=(prompt_tokens - 1) // kind.tokens_per_chunk,
+                )
+                for number, kind in enumerate(self._geometry.kinds)
+            ],
         )
         previous = self._records.get(req_id)
         if previous is not None:
@@ -427,14 +427,16 @@ class SchedulerHalf(OffloadingManager):
             for row in record.rows:
                 row.lookup_from = computed_tokens // row.geometry.tokens_per_chunk
 
-    def loadable_tokens(self, req_id: str, computed_tokens: int) -> int:
-        """How many tokens beyond those that the engine has are admitted to be loaded, whole chunks. vLLM is about to
-        ask about their keys."""
+    def loadable_tokens(self, req_id: str, computed_tokens: int) -> int | None:
+        """How many tokens beyond those that the engine has are admitted to be loaded, whole chunks; None: all that are
+        there. vLLM is about to ask about their keys."""
         record = self._records.get(req_id)
         if record is None:
             return 0
         if record.found is None:
             record.found = self._look_up(record)
+        if record.admitted_tokens is None:
+            return None
         return max(0, record.admitted_tokens - computed_tokens)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -453,62 +455,65 @@ class SchedulerHalf(OffloadingManager):
         record.admitted_tokens = 0
         if attached is None or not record.served or not self._rules.loads:
             return NOTHING_FOUND
-        looked_up, missing = [], 0
+        looked_up: list[LookedUp] = []
+        missing = 0
         for row in record.rows:
             hashes = row.chunk_hashes(row.lookup_from)
             codes, slots, generations = self._find(attached, record, row, hashes)
-            looked_up.append(LookedUp(row, row.keys_of(hashes), codes, slots.tolist(), generations.tolist()))
             if not record.misses_told:
                 missing += row.needed(codes).count(MISS)
                 if self._rules.stores and self._admission.stores_lately:
                     self._expect(row, min(codes.count(MISS), row.geometry.stored_max(row.prompt_chunks)))
+            looked_up.append(LookedUp(row, row.keys_of(hashes), codes, slots.tolist(), generations.tolist()))
         if not record.misses_told:
             record.misses_told = True
             attached.steps.miss(missing)
         given_up = record.gave_up
-        found = self._found(record, attached, looked_up)
+        found = self._choose(record, attached, looked_up)
         if record.gave_up != given_up:  # what has come from disk by now is a shorter hit, decided about anew
-            found = self._found(record, attached, looked_up)
+            found = self._choose(record, attached, looked_up)
         return found
 
-    def _found(self, record: RequestRecord, attached: Attached, looked_up: Sequence[LookedUp]) -> Found:
-        """What of it may be loaded, now or when it has come from disk."""
-        lead = looked_up[record.lead.kind]
-        admitted = self._admit_load(record, attached, lead)
-        if admitted is None:
-            admitted = len(lead.keys)
-        record.admitted_tokens = (lead.row.lookup_from + admitted) * lead.row.geometry.tokens_per_chunk
+    def _choose(self, record: RequestRecord, attached: Attached, looked_up: Sequence[LookedUp]) -> Found:
+        """What may be loaded of what is there, and what is to come from disk first."""
+        record.admitted_tokens = self._admit_load(record, attached, looked_up)
         from_cpu = record.may_load_from(Medium.CPU)
         chunks: dict[OffloadKey, tuple[int, int]] = {}
-        heads, below = [], False
-        for each in looked_up:
-            row = each.row
-            head = each.head(max(0, -(-record.admitted_tokens // row.geometry.tokens_per_chunk) - row.lookup_from))
-            heads.append(head)
-            below |= FS in head.codes or PENDING in head.codes
-            places = zip(head.slots, head.generations, strict=True)
-            in_memory = head.codes.count(CPU)
-            if in_memory == len(head.keys) and from_cpu and not record.barred:
-                chunks.update(zip(head.keys, places, strict=True))  # as usual; it must be quick
-            elif in_memory:
+        codes_of_rows: list[Mapping[OffloadKey, int]] = []
+        below = False
+        for row, every_key, every_code, slots, generations in looked_up:
+            admitted = row.admitted(record.admitted_tokens, len(every_key))
+            keys, codes = every_key[:admitted], every_code[:admitted]
+            places = zip(slots[:admitted], generations[:admitted], strict=True)
+            if from_cpu and not record.barred and codes.count(CPU) == len(codes):
+                chunks.update(zip(keys, places, strict=True))  # as usual; it must be quick
+            else:
                 chunks |= {
                     key: place
-                    for key, code, place in zip(head.keys, head.codes, places, strict=True)
+                    for key, code, place in zip(keys, codes, places, strict=True)
                     if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
                 }
+            codes_of_rows.append(dict(zip(keys, codes, strict=True)))
+            below |= FS in codes or PENDING in codes
         coming: Collection[OffloadKey] = ()
         if below and record.may_load_from(Medium.STORAGE):
-            codes_of_rows = [dict(zip(head.keys, head.codes, strict=True)) for head in heads]
             coming = self._prefetch(record, attached, codes_of_rows, chunks)
         else:
             self._promotion_over(record)
         return Found(attached, chunks, coming)
 
-    def _admit_load(self, record: RequestRecord, attached: Attached, lead: LookedUp) -> int | None:
-        """How many of the lead's chunks may be loaded, from the first on; other kinds follow its tokens. None: as many
-        as there are, for what hits where chunks are used without those before them was not modelled."""
-        geometry = lead.row.geometry
-        if not geometry.is_chain:
+    def _find(
+        self, attached: Attached, record: RequestRecord, row: Row, hashes: list[bytes]
+    ) -> tuple[bytes, NDArray[np.uint32], NDArray[np.uint64]]:
+        """Code, slot and generation of each, from the shared table."""
+        namespace = attached.steps.group.kinds[row.kind].namespace_id
+        return attached.session.table.lookup(namespace, record.tenant(attached), record.stored_as(hashes))
+
+    def _admit_load(self, record: RequestRecord, attached: Attached, looked_up: Sequence[LookedUp]) -> int | None:
+        """Up to which token the request may load, in whole chunks. None: as far as there is anything, for what hits
+        where chunks are used without those before them was not modelled."""
+        lead = looked_up[record.lead.kind]
+        if not lead.row.geometry.is_chain:
             return None if self._admission.mode is not Mode.NEVER else 0
         hit = self._hit(record, attached, lead)
         verdict = record.load
@@ -519,13 +524,19 @@ class SchedulerHalf(OffloadingManager):
         if verdict is None or not same:
             verdict = record.load = self._admission.load(record.req_id, hit, self._rules.prefetch_wait_s)
             if verdict.probe:
-                below = [key for key, code in zip(lead.keys, lead.codes, strict=True) if code == FS]
-                self._promote(record, attached, below[:PROBE_CHUNKS], waited=False)
-        return max(0, verdict.end_tokens // geometry.tokens_per_chunk - lead.row.lookup_from) if verdict.loads else 0
+                below = [
+                    get_offload_block_hash(key) for key, code in zip(lead.keys, lead.codes, strict=True) if code == FS
+                ]
+                probed = record.stored_as(below[:PROBE_CHUNKS])
+                attached.steps.promote(record.tenant(attached), probed, kind=lead.row.kind, waited=False)
+        if not verdict.loads:
+            return 0
+        # Windows are kept only where vLLM may cut: with some a hit is loaded whole or not at all.
+        return verdict.end_tokens if len(looked_up) == 1 else None
 
     def _hit(self, record: RequestRecord, attached: Attached, lead: LookedUp) -> Hit:
         """What of a request can be loaded at all, its tiers, its barred keys and what it gave up waiting for apart."""
-        keys, codes = lead.keys, lead.codes
+        row, keys, codes = lead.row, lead.keys, lead.codes
         from_cpu = record.may_load_from(Medium.CPU)
         from_disk = record.may_load_from(Medium.STORAGE)
         prefetch = record.prefetch
@@ -540,9 +551,8 @@ class SchedulerHalf(OffloadingManager):
         in_memory = leading(codes, MISS, FS, PENDING)
         anywhere = leading(codes, MISS) if from_disk else in_memory
         on_disk = codes.count(FS, in_memory, anywhere)
-        first, tokens_per_chunk = lead.row.lookup_from, lead.row.geometry.tokens_per_chunk
+        first, tokens_per_chunk = row.lookup_from, row.geometry.tokens_per_chunk
         loading = self._loading.keys()
-        missing = record.stored_as([get_offload_block_hash(key) for key in keys[anywhere : anywhere + 1]])
         return Hit(
             prompt_tokens=max(record.prompt_tokens, len(record.hashes) * self._tokens_per_hash),
             gpu_tokens=record.computed_tokens,
@@ -551,31 +561,16 @@ class SchedulerHalf(OffloadingManager):
             cpu_chunks=in_memory - (len(loading & set(keys[:in_memory])) if loading else 0),
             chunks=anywhere - (len(loading & set(keys[:anywhere])) if loading else 0),
             disk_chunks=on_disk,
-            chunk_bytes=self._chain_bytes(attached),
+            chunk_bytes=self._chunk_bytes(attached),
             disk_healthy=healthy,
-            missing=missing[0] if missing else b"",
+            missing=get_offload_block_hash(keys[anywhere]) if anywhere < len(keys) else b"",
         )
 
-    def _chain_bytes(self, attached: Attached) -> int:
-        """What all chains together keep of the tokens of one of the lead's chunks; windows are short beside them."""
-        tokens = self._geometry.kinds[self._geometry.lead].tokens_per_chunk
-        chains = [number for number, kind in enumerate(self._geometry.kinds) if kind.is_chain] or [0]
-        states = attached.steps.group.kinds
-        return sum(states[kind].chunk_bytes * tokens // self._geometry.kinds[kind].tokens_per_chunk for kind in chains)
-
-    def _mean_bytes(self, attached: Attached, keys: Sequence[OffloadKey]) -> int:
-        kinds = attached.steps.group.kinds
-        return sum(kinds[self._kind(key)].chunk_bytes for key in keys) // max(1, len(keys))
-
-    def _promote(
-        self, record: RequestRecord, attached: Attached, keys: Sequence[OffloadKey], *, waited: bool = True
-    ) -> int:
-        """As many as one round takes. Returns the ticket of the last call; 0 where there was none."""
-        ticket = 0
-        for kind, own in itertools.groupby(keys[:PROMOTES_PER_ROUND], self._kind):
-            promoted = record.stored_as([get_offload_block_hash(key) for key in own])
-            ticket = attached.steps.promote(record.tenant(attached), promoted, kind=kind, waited=waited)
-        return ticket
+    def _chunk_bytes(self, attached: Attached) -> int:
+        """Of one chunk of each chain: what moving so many tokens takes. What is read of windows is little beside it."""
+        kinds = zip(attached.steps.group.kinds, self._geometry.kinds, strict=True)
+        sizes = [(state.chunk_bytes, geometry.is_chain) for state, geometry in kinds]
+        return sum(nbytes for nbytes, is_chain in sizes if is_chain) or sizes[0][0]
 
     def _promotion_over(self, record: RequestRecord) -> None:
         prefetch = record.prefetch
@@ -592,18 +587,21 @@ class SchedulerHalf(OffloadingManager):
         if record.load is not None and record.load.tier == FS_TIER:
             self._admission.read_waited(
                 chunks=prefetch.chunks,
-                chunk_bytes=self._chain_bytes(prefetch.attached),
+                chunk_bytes=self._chunk_bytes(prefetch.attached),
                 seconds=self._clock() - prefetch.asked_s,
             )
             self._admission.gave_up(record.load, "not read from disk in time")
             record.load = None  # what has come is looked at anew
 
-    def _find(
-        self, attached: Attached, record: RequestRecord, row: Row, hashes: list[bytes]
-    ) -> tuple[bytes, NDArray[np.uint32], NDArray[np.uint64]]:
-        """Code, slot and generation of each, from the shared table."""
-        namespace = attached.steps.group.kinds[row.kind].namespace_id
-        return attached.session.table.lookup(namespace, record.tenant(attached), record.stored_as(hashes))
+    def _promote(
+        self, record: RequestRecord, attached: Attached, keys: Sequence[OffloadKey], *, waited: bool
+    ) -> int | None:
+        """Ask for as many as a round takes. Returns the number to wait for; None: nothing was asked for."""
+        ticket = None
+        for kind, own in itertools.groupby(keys[:PROMOTES_PER_ROUND], self._kind):
+            hashes = record.stored_as([get_offload_block_hash(key) for key in own])
+            ticket = attached.steps.promote(record.tenant(attached), hashes, kind=kind, waited=waited)
+        return ticket
 
     def _prefetch(
         self,
@@ -623,22 +621,21 @@ class SchedulerHalf(OffloadingManager):
             self._promotion_over(record)
             wait_s = self._rules.prefetch_wait_s if record.load is None else record.load.wait_s
             prefetch = record.prefetch = Prefetch(attached, now + wait_s, now, len(below))
-            self._admission.promoting(len(below), self._mean_bytes(attached, below))
+            self._admission.promoting(len(below), self._chunk_bytes(attached))
         if prefetch.over:
             return ()
         ended = all(codes[self._kind(key)][key] == FS for key in below)
         round_over = attached.steps.promotes_answered >= prefetch.ticket and ended
         if prefetch.ticket == 0 or (round_over and len(below) < prefetch.below):
             # Another round may find room for what the last one did not bring.
-            prefetch.ticket = self._promote(record, attached, below)
+            prefetch.ticket = self._promote(record, attached, below, waited=True) or prefetch.ticket
             prefetch.below = len(below)
             record.prefetched.update(below)
             attached.steps.flush()
         elif round_over:
             self._give_up_promotion(record, prefetch, [])
         if now >= prefetch.until_s and not prefetch.over:
-            coming = [key for key in below if codes[self._kind(key)][key] == PENDING]
-            self._give_up_promotion(record, prefetch, coming)
+            self._give_up_promotion(record, prefetch, [key for key in below if codes[self._kind(key)][key] == PENDING])
         return () if prefetch.over else frozenset(below)
 
     def _worth_promoting(
@@ -714,7 +711,7 @@ class SchedulerHalf(OffloadingManager):
         self._promotion_over(record)
         if record.load is not None:
             job.load, record.load = record.load, None  # whatever is asked after this is asked anew
-            self._admission.load_began(job.load, len(job.chunks_of(record.lead.kind)))
+            self._admission.load_began(job.load, len(job.keys))
         return job.spec
 
     # ---- stores
@@ -742,7 +739,7 @@ class SchedulerHalf(OffloadingManager):
         for row, offers in offered:
             if row is record.lead:
                 generated = [offer.key for offer in offers if offer.position >= row.prompt_chunks]
-                self._admission.offered(record.stored_as(list(map(get_offload_block_hash, generated))))
+                self._admission.offered([get_offload_block_hash(key) for key in generated])
         stored = [(offers, self._accept(attached, record, offers)) for offers in sorted_out]
         keys_to_store = [offer.key for offers, _ in stored for offer in offers.wanted]
         if not keys_to_store:
@@ -777,7 +774,7 @@ class SchedulerHalf(OffloadingManager):
     def _sort_out(self, attached: Attached, record: RequestRecord, row: Row, offers: list[Offer]) -> Offers:
         """What is in the store already, and what is to be."""
         tenant = record.tenant(attached)
-        sorted_out = Offers(row, offers[0].position, offers[-1].position, end=self._admitted_end(record, attached, row))
+        sorted_out = Offers(row, offers[0].position, offers[-1].position, self._admitted_end(record, attached, row))
         hashes = [get_offload_block_hash(offer.key) for offer in offers]
         codes, slots, generations = self._find(attached, record, row, hashes)
         for i, (offer, code) in enumerate(zip(offers, codes, strict=True)):
@@ -800,6 +797,7 @@ class SchedulerHalf(OffloadingManager):
         grants = self._take_grants(attached, len(wanted), row.kind)
         lacking = len(wanted) - len(grants)
         self._count(metrics.REFUSED_STORES, len(offers.refused))
+        self._count(metrics.UNADMITTED_STORES, len(offers.not_admitted))
         if lacking:
             if row.geometry.is_chain:
                 offers.wanted, refused = wanted[: len(grants)], wanted[len(grants) :]
@@ -808,39 +806,31 @@ class SchedulerHalf(OffloadingManager):
             offers.refused += refused
             self._refuse(row, refused[0].position, lacking)
         self._touch(attached, record, offers)
-        self._count(metrics.UNADMITTED_STORES, len(offers.not_admitted))
         if not lacking:
-            self._expect_more(record, offers)
+            prompt_end = row.prompt_chunks if offers.end is None else min(offers.end, row.prompt_chunks)
+            prompt = min(row.grants_expected, max(0, prompt_end - offers.last - 1))
+            answer = 1 if self._rules.stores_answers and not record.finished and offers.end is None else 0
+            self._expect(row, prompt + answer)
         if grants:
             row.tail = grants[-1]
         return grants
-
-    def _expect_more(self, record: RequestRecord, offers: Offers) -> None:
-        row, end = offers.row, offers.end
-        prompt_end = row.prompt_chunks if end is None else min(end, row.prompt_chunks)
-        prompt = min(row.grants_expected, max(0, prompt_end - offers.last - 1))
-        answer = 1 if self._rules.stores_answers and not record.finished and end is None else 0
-        self._expect(row, prompt + answer)
 
     def _admitted_end(self, record: RequestRecord, attached: Attached, row: Row) -> int | None:
         """The first chunk of the row that is not to be stored. None: all are, what the request generates included."""
         if record.store is None:
             record.store = self._admit_store(record, attached)
-        if record.store.end_chunk is None:
-            return None
-        end_tokens = record.store.end_chunk * record.lead.geometry.tokens_per_chunk
-        return end_tokens // row.geometry.tokens_per_chunk
+        end = record.store.end_chunk
+        return end if end is None else end * record.lead.geometry.tokens_per_chunk // row.geometry.tokens_per_chunk
 
     def _admit_store(self, record: RequestRecord, attached: Attached) -> StoreVerdict:
-        lead = record.lead
-        chain = lead.chunk_hashes(0, lead.prompt_chunks)
-        codes, _, _ = self._find(attached, record, lead, chain)
-        present = np.isin(np.frombuffer(codes, np.uint8), [CPU, PENDING])
+        row = record.lead
+        chain = row.chunk_hashes(0, row.prompt_chunks)
+        codes, _, _ = self._find(attached, record, row, chain)
         return self._admission.store(
             record.req_id,
-            record.stored_as(chain),
-            present,
-            chunk_bytes=self._chain_bytes(attached),
+            chain,
+            np.isin(np.frombuffer(codes, np.uint8), [CPU, PENDING]),
+            chunk_bytes=self._chunk_bytes(attached),
             tier_full=attached.steps.cpu_full,
         )
 
@@ -1069,8 +1059,9 @@ class SchedulerHalf(OffloadingManager):
     def _observe(self, job: Job) -> None:
         loaded = len(job.keys) - len(job.failed)
         if not job.failed and job.copy_s > 0:
-            chunk_bytes = self._mean_bytes(job.attached, job.keys)
-            self._admission.copied(store=job.is_store, chunks=loaded, chunk_bytes=chunk_bytes, seconds=job.copy_s)
+            kinds = job.attached.steps.group.kinds
+            nbytes = sum(count * kind.chunk_bytes for count, kind in zip(job.spec.counts, kinds, strict=True))
+            self._admission.copied(store=job.is_store, chunks=loaded, chunk_bytes=nbytes // loaded, seconds=job.copy_s)
         if job.is_store:
             return
         for key in job.keys:
@@ -1078,8 +1069,6 @@ class SchedulerHalf(OffloadingManager):
             if not self._loading[key]:
                 del self._loading[key]
         if job.load is not None:
-            of_lead = job.chunks_of(job.record.lead.kind)
-            loaded = len(of_lead) - len(job.failed.intersection(of_lead))
             self._admission.load_ended(job.load, service_s=job.copy_s, loaded_chunks=loaded)
 
     # ---- what the engine does
@@ -1100,7 +1089,7 @@ class SchedulerHalf(OffloadingManager):
         if attached is not None:
             self._exchange_learned(attached)
             for chunks, seconds in attached.steps.take_reads():
-                chunk_bytes = attached.steps.group.kinds[self._geometry.lead].chunk_bytes
+                chunk_bytes = self._chunk_bytes(attached)
                 self._admission.read(chunks=chunks, chunk_bytes=chunk_bytes, seconds=seconds)
             self._fetch_grants(attached)
             attached.steps.flush()

@@ -94,11 +94,6 @@ class KVStoreSpec(OffloadingSpec):
         transfer = engine.vllm_config.kv_transfer_config
         assert transfer is not None
         algorithm = engine.vllm_config.cache_config.prefix_caching_hash_algo
-        geometry = Geometry(
-            kinds=[self._kind_geometry(group) for group in self.config.groups],
-            blocks_per_chunk=self.blocks_per_chunk,
-            ranks=self.config.parallel.world_size,
-        )
         link = Link(
             engine.config.endpoint,
             Attachment(
@@ -111,9 +106,15 @@ class KVStoreSpec(OffloadingSpec):
             on_detached=lambda attached: attached.steps.close(),
         )
         link.start()
+        kinds = [self._kind_geometry(group) for group in self.config.groups]
+        lead = next((kind for kind in kinds if kind.is_chain), kinds[0])
         return SchedulerHalf(
             link,
-            geometry,
+            Geometry(
+                kinds=kinds,
+                blocks_per_chunk=self.blocks_per_chunk,
+                ranks=self.config.parallel.world_size,
+            ),
             Rules(
                 loads=transfer.is_kv_consumer,
                 stores=transfer.is_kv_producer,
@@ -130,7 +131,7 @@ class KVStoreSpec(OffloadingSpec):
             Admission(
                 engine.config.admission,
                 engine_priors(engine.vllm_config),
-                tokens_per_chunk=geometry.kinds[geometry.lead].tokens_per_chunk,
+                tokens_per_chunk=lead.tokens_per_chunk,
                 learning=learning(engine.vllm_config),
             ),
         )

@@ -112,15 +112,15 @@ class WorkerHalf(OffloadingWorker):
         failed, self._failed = self._failed, {}
         return failed
 
-    def take_failed_loads(self) -> set[int]:
-        """Jobs among those reported since the last call."""
-        failed, self._failed_loads = self._failed_loads, set()
-        return failed
-
     def take_copy_s(self) -> dict[int, float]:
         """Per job reported since the last call that copied anything: how long the copy ran."""
         copy_s, self._copy_s = self._copy_s, {}
         return copy_s
+
+    def take_failed_loads(self) -> set[int]:
+        """Jobs among those reported since the last call."""
+        failed, self._failed_loads = self._failed_loads, set()
+        return failed
 
     def take_unloaded_blocks(self) -> set[int]:
         """Device blocks of failed loads reported since the last call, with all that follow them in the request. Only

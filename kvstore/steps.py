@@ -79,8 +79,7 @@ class _Chain:
     tenant: bytes
     keys: Sequence[bytes]
     kind: int
-    again: int = 0  # touches
-    waited: bool = True  # promotes
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ class Steps:
         self._releases: deque[tuple[Ref, bool, bool]] = deque()
         self._leases: dict[Ref, None] = {}  # to be taken or renewed
         self._touches: deque[_Chain] = deque()  # pieces that fit a message, the tail's first
-        self._promotes: deque[tuple[_Chain, int]] = deque()  # each with the number of its call
+        self._promotes: deque[tuple[_Chain, int, bool]] = deque()  # with the call's number; waited for?
         self._promotes_asked = 0  # calls
         self._promotes_sent = 0
         self._promotes_answered = 0
@@ -285,7 +284,7 @@ class Steps:
         with self._lock:
             self._promotes_asked += 1
             if self._accepting() and self._operations + len(keys) <= QUEUED_OPERATIONS_MAX:
-                self._promotes.append((_Chain(tenant, keys, kind, waited=waited), self._promotes_asked))
+                self._promotes.append((_Chain(tenant, keys, kind), self._promotes_asked, waited))
                 self._operations += len(keys)
             return self._promotes_asked
 
@@ -589,8 +588,8 @@ class Steps:
             request.touches.add(tenant=chain.tenant, keys=chain.keys, kind=chain.kind, again=chain.again)
             room -= len(chain.keys)
         while self._promotes and len(self._promotes[0][0].keys) <= room:
-            chain, _ = self._promotes.popleft()
-            request.promotes.add(tenant=chain.tenant, keys=chain.keys, kind=chain.kind, unwaited=not chain.waited)
+            chain, _, waited = self._promotes.popleft()
+            request.promotes.add(tenant=chain.tenant, keys=chain.keys, kind=chain.kind, unwaited=not waited)
             room -= len(chain.keys)
         # When none is left, also those that were dropped.
         self._promotes_sent = self._promotes[0][1] - 1 if self._promotes else self._promotes_asked

@@ -373,13 +373,12 @@ class Store:
                     waited=not chain.unwaited,
                 )
         self._misses += request.misses
-        if group.kinds:
-            self.explanations.told(group.name, group.kinds[0].namespace, request.decisions, now_ms)
-            reply.cpu_full = self._is_full(group)
+        self.explanations.told(group.name, group.kinds[0].namespace if group.kinds else b"", request.decisions, now_ms)
         self._learn(request, reply)
         while group.reads:
             chunks, seconds = group.reads.popleft()
             reply.reads.add(chunks=chunks, seconds=seconds)
+        reply.cpu_full = self._is_full(group)
         if any(request.grants_wanted):
             reply.grants.extend(self._grant_kinds(group, request.grants_wanted, request.tails, now_ms))
         state = self.group_state(group)
@@ -400,7 +399,7 @@ class Store:
     def _is_full(self, group: Group) -> bool:
         index = self._index.stats()
         taken = index["used_bytes"] + index["granted_bytes"]
-        return taken + max(kind.slot_bytes for kind in group.kinds) > self._tier.ready_bytes
+        return taken + max((kind.slot_bytes for kind in group.kinds), default=0) > self._tier.ready_bytes
 
     def _learn(self, request: store_pb2.StepRequest, reply: store_pb2.StepReply) -> None:
         if not request.learning:

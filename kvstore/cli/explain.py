@@ -1,4 +1,4 @@
-"""`kvstore explain`: why a request hit, missed, was loaded or recomputed, what became of a key, and why two engines
+"""`kvstore explain`: why a request hit, missed, was loaded or recomputed, what became of a key, why two engines
 that should share chunks do not."""
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvstore import admin
 from kvstore.cli.output import Endpoint, Json, print_json, reported
-from kvstore.errors import ConfigurationError, NotFound
+from kvstore.errors import NotFound
 
 _WHY = {
     "LOAD_IS_QUICKER": "loading is quicker",
@@ -32,28 +32,24 @@ def explain(
     about: Annotated[
         str | None,
         typer.Argument(
-            metavar="REQUEST|KEY", help="A request's id or how it begins, or a key in hex (8 bytes or more)."
+            metavar="[REQUEST|KEY]", help="A request's id or how it begins, or a key in hex (8 bytes or more)."
         ),
     ] = None,
     namespaces: Annotated[
         tuple[str, str] | None,
-        typer.Option(metavar="A B", help="Show in which fields two namespaces differ (ids, or how they begin)."),
+        typer.Option(metavar="A B", help="Two namespaces' ids, or how they begin: in which fields they differ."),
     ] = None,
     endpoint: Endpoint = None,
     json: Json = False,
 ) -> None:
     """Say why a request was loaded or recomputed, stored or not, what became of a key, or how two namespaces differ."""
+    if (about is None) == (namespaces is None):
+        raise typer.BadParameter("name a request or a key, or two namespaces with --namespaces A B")
+    if namespaces is not None:
+        _compare(*namespaces, endpoint=endpoint, json=json)
+        return
+    assert about is not None
     with reported(endpoint, as_json=json) as where:
-        if (about is None) is (namespaces is None):
-            raise ConfigurationError("say what to explain: a request or a key, or two ids with --namespaces A B")
-        if namespaces is not None:
-            differences = admin.compare(where, *namespaces)
-            if json:
-                print_json(differences)
-            else:
-                Console().print(_differences(differences))
-            return
-        assert about is not None
         found = admin.explain(where, about)
         if not found["decisions"] and not found["keys"]:
             raise NotFound(
@@ -114,6 +110,15 @@ def _store(decision: Mapping[str, object], why: str) -> list[str]:
 
 def _ms(seconds: object) -> str:
     return f"{float(cast('float', seconds)) * 1000:,.1f} ms"
+
+
+def _compare(one: str, other: str, *, endpoint: str | None, json: bool) -> None:
+    with reported(endpoint, as_json=json) as where:
+        found = admin.compare(where, one, other)
+    if json:
+        print_json(found)
+    else:
+        Console().print(_differences(found))
 
 
 def _differences(found: Mapping[str, object]) -> Table | str:
