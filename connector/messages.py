@@ -24,13 +24,17 @@ class WorkerOutcomes(OffloadingWorkerMetadata):
     """vLLM's report of ended jobs, which knows only success, with the failures beside it. Workers to scheduler half."""
 
     failed_chunks: dict[int, set[int]] = field(default_factory=dict)  # job -> positions in its ChunkSpec
+    # Failed with a lost device, which may still write to their slots: nobody else may be given those.
+    unsettled_jobs: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerOutcomes":
         """A chunk failed when it failed on any rank. The base class would drop the failures."""
         merged = super().aggregate(other)
         assert isinstance(merged, OffloadingWorkerMetadata)
         failed = {job: set(chunks) for job, chunks in self.failed_chunks.items()}
+        unsettled = set(self.unsettled_jobs)
         if isinstance(other, WorkerOutcomes):
             for job, chunks in other.failed_chunks.items():
                 failed.setdefault(job, set()).update(chunks)
-        return WorkerOutcomes(merged.completed_jobs, merged.transfer_stats, failed)
+            unsettled |= other.unsettled_jobs
+        return WorkerOutcomes(merged.completed_jobs, merged.transfer_stats, failed, unsettled)

@@ -26,7 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connector import identity
-from connector.config import ConnectorConfig
+from connector.config import ConnectorConfig, CopyBackend
 from connector.layout import tp_problem
 from connector.messages import WorkerOutcomes
 from connector.scheduler import SchedulerHalf
@@ -42,6 +42,7 @@ class KVStoreConnector(OffloadingConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         config = _read_config(vllm_config)
         _require_served(vllm_config, kv_cache_config)
+        _require_device(config, current_platform.device_type, is_cuda=current_platform.is_cuda())
         _require_tp(vllm_config, config)
         self._reset_in_this_step = False
         self._engine = Engine(config, vllm_config, kv_cache_config, identity.engine_hash_seed())
@@ -77,11 +78,11 @@ class KVStoreConnector(OffloadingConnector):
         if self.connector_worker is None:
             return None
         ended = super().build_connector_worker_meta()
-        failed = self._worker_half.take_failed()
+        failed, unsettled = self._worker_half.take_failed(), self._worker_half.take_unsettled()
         if ended is None:
             assert not failed, f"jobs {sorted(failed)} failed without having ended"
             return None
-        return WorkerOutcomes(ended.completed_jobs, ended.transfer_stats, failed)
+        return WorkerOutcomes(ended.completed_jobs, ended.transfer_stats, failed, unsettled)
 
     # ---- the scheduler's process
 
@@ -116,7 +117,7 @@ class KVStoreConnector(OffloadingConnector):
         outcomes = connector_output.kv_connector_worker_meta
         if isinstance(outcomes, WorkerOutcomes):
             # First: the base class tells the other half of ends, but not of failures, and forgets jobs at a reset.
-            self._scheduler_half.finish(outcomes.completed_jobs, outcomes.failed_chunks)
+            self._scheduler_half.finish(outcomes.completed_jobs, outcomes.failed_chunks, outcomes.unsettled_jobs)
         super().update_connector_output(connector_output)
         self._scheduler_half.flush()
 
@@ -184,10 +185,26 @@ def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             f"KVStoreConnector serves attention KV caches for now, and this model keeps {type(spec).__name__}: start "
             "the engine without --kv-transfer-config"
         )
-    if current_platform.device_type != "cpu":
+
+
+def _require_device(config: ConnectorConfig, device_type: str, *, is_cuda: bool) -> None:
+    """ValueError for a device that copies cannot be made on, or have not been tried on and nobody asked for it."""
+    if device_type == "cpu":
+        if config.copy_backend not in (CopyBackend.AUTO, CopyBackend.HOST):
+            raise ValueError(
+                f"kv_connector_extra_config: copy_backend={config.copy_backend.value!r} needs a CUDA device, and this "
+                "engine runs on vLLM's CPU platform: leave the key out"
+            )
+    elif not is_cuda:  # ROCm calls its devices "cuda" too
         raise ValueError(
-            f"KVStoreConnector copies from the memory of vLLM's CPU platform for now, and this engine runs on "
-            f"{current_platform.device_type}: start it without --kv-transfer-config"
+            f"KVStoreConnector copies from the memory of vLLM's CPU platform and of CUDA devices, and this engine runs "
+            f"on {device_type}: start it without --kv-transfer-config"
+        )
+    elif not config.untried_cuda:
+        raise ValueError(
+            "KVStoreConnector has copies for CUDA that no GPU has ever run, and this engine runs on cuda: start it "
+            'without --kv-transfer-config, or, to try them, with "untried_cuda": true in kv_connector_extra_config. '
+            "The engine then checks them on its device before it uses them"
         )
 
 

@@ -163,6 +163,7 @@ class Job:
     first_chunk: int  # of the chain
     ranks_pending: int
     failed: set[int] = field(default_factory=set)
+    settled: bool = True  # False: a lost device may still write to its slots
     stale: bool = False  # the cache was reset meanwhile: the weights may have changed since its bytes were computed
 
 
@@ -542,13 +543,20 @@ class SchedulerHalf(OffloadingManager):
             and source.block_indices[0] == job.first_chunk * self._geometry.blocks_per_chunk
         )
 
-    def finish(self, completed: Mapping[int, int], failed: Mapping[int, Collection[int]]) -> None:
-        """Ranks report the end of jobs: job -> how many ranks, and which of its chunks failed on one of them."""
+    def finish(
+        self,
+        completed: Mapping[int, int],
+        failed: Mapping[int, Collection[int]],
+        unsettled: Collection[int] = (),
+    ) -> None:
+        """Ranks report the end of jobs: job -> how many ranks, and which of its chunks failed on one of them.
+        `unsettled`: a lost device may still write to the slots of these."""
         for job_id, ranks in completed.items():
             job = self._jobs.get(job_id)
             if job is None:
                 continue
             job.failed.update(failed.get(job_id, ()))
+            job.settled &= job_id not in unsettled
             job.ranks_pending -= ranks
             assert job.ranks_pending >= 0, f"job {job_id}: {-job.ranks_pending} ranks too many reported its end"
             if job.ranks_pending == 0:
@@ -566,7 +574,7 @@ class SchedulerHalf(OffloadingManager):
             for i, (slot, generation) in enumerate(places):
                 if i < whole:
                     steps.commit(slot, generation, job.tenant, job.keys[i], job.parents[i])
-                else:
+                elif job.settled:  # else the slot stays granted until the processes of this engine have ended
                     steps.abort(slot, generation)
                 if self._storing.get((job.tenant, job.keys[i])) is job:
                     del self._storing[job.tenant, job.keys[i]]

@@ -5,7 +5,8 @@ that is being built (`building`). Without one the spec refuses: under vLLM's sto
 could not be reported, and its bytes would be used.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -23,14 +25,20 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from connector import identity, metrics
-from connector.config import ConnectorConfig
+from connector.config import ConnectorConfig, CopyBackend
+from connector.cuda import CudaTransfer, open_copier
+from connector.layout import ChunkLayout
 from connector.link import Link
 from connector.pages import rank_pages
 from connector.scheduler import Attached, Geometry, Probe, Rules, SchedulerHalf
-from connector.transfer import HostTransfer, Mapped
+from connector.selfcheck import MEMORY_BYTES, check_device
+from connector.transfer import HostTransfer, Mapped, Region, Transfer
 from connector.worker import WorkerHalf
+from kvstore._native import DeviceCopier
 from kvstore.session import Attachment, Role, Session
 from kvstore.steps import Steps
+
+logger = logging.getLogger("vllm.connector.spec")
 
 
 @dataclass(slots=True)
@@ -145,7 +153,7 @@ class KVStoreSpec(OffloadingSpec):
             heads=pages.heads,
         )
         layout = pages.layout
-        transfer = HostTransfer(layout, pages.regions)
+        transfer = _transfer(engine.config, layout, pages.regions)
 
         def map_arena(session: Session) -> Mapped:
             return transfer.map(session.instance_id, session.table, session.arena)
@@ -168,3 +176,32 @@ class KVStoreSpec(OffloadingSpec):
         )
         link.start()
         return WorkerHalf(link, transfer)
+
+
+def _transfer(config: ConnectorConfig, layout: ChunkLayout, regions: Sequence[Region]) -> Transfer:
+    """For the device of this process. ValueError, RuntimeError, DeviceCopiesWrongly: the engine must not start."""
+    if current_platform.device_type == "cpu":
+        return HostTransfer(layout, regions)
+    device = torch.cuda.current_device()
+    pins = config.copy_backend is not CopyBackend.HOST
+
+    def compute_stream() -> int:
+        return int(torch.cuda.current_stream().cuda_stream)
+
+    def opened() -> DeviceCopier:
+        return open_copier(device, config.copy_backend, in_flight_bytes=config.copy_in_flight_bytes)
+
+    memory = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
+    check_device(opened(), memory, compute_stream, pins=pins)
+    copier = opened()
+    logger.warning(
+        "kvstore: copies for CUDA are used that no GPU had run when they were written (untried_cuda). They have just "
+        "been checked on this device (%s, compute capability %s, driver for CUDA %d.%d, copy_backend=%s), with known "
+        "bytes; compare the engine's answers with those of one without --kv-transfer-config before you rely on them",
+        copier.device_name,
+        copier.capability,
+        copier.driver_version // 1000,
+        copier.driver_version % 1000 // 10,
+        config.copy_backend.value,
+    )
+    return CudaTransfer(layout, regions, copier=copier, pins=pins, compute_stream=compute_stream)

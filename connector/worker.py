@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.base import (
 
 from connector.link import Link
 from connector.messages import ChunkSpec
-from connector.transfer import HostTransfer, Mapped
+from connector.transfer import Mapped, Transfer
 
 logger = logging.getLogger("vllm.connector.worker")
 
@@ -39,12 +39,13 @@ class Running:
 
 
 class WorkerHalf(OffloadingWorker):
-    def __init__(self, link: Link[Mapped], transfer: HostTransfer) -> None:
+    def __init__(self, link: Link[Mapped], transfer: Transfer) -> None:
         self._link = link
         self._transfer = transfer
         self._running: dict[int, Running] = {}
         self._refused: list[int] = []  # jobs that ended without a copy, not yet reported
         self._failed: dict[int, set[int]] = {}  # reported, not yet taken
+        self._unsettled: set[int] = set()  # as above: what a lost device may still write
         self._unloaded_blocks: set[int] = set()
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -82,6 +83,9 @@ class WorkerHalf(OffloadingWorker):
         self._refused.clear()
         for finished in self._transfer.finished():
             self._end(finished.job, set(finished.failed))
+            if not finished.settled:
+                self._unsettled.add(finished.job)
+                logger.error("kvstore: the device is lost; it may still be writing for job %d", finished.job)
             results.append(
                 TransferResult(
                     finished.job, success=True, transfer_size=finished.nbytes, transfer_time=finished.seconds
@@ -105,14 +109,19 @@ class WorkerHalf(OffloadingWorker):
         failed, self._failed = self._failed, {}
         return failed
 
+    def take_unsettled(self) -> set[int]:
+        """Jobs reported since the last call that failed, and whose slots a lost device may still write to."""
+        unsettled, self._unsettled = self._unsettled, set()
+        return unsettled
+
     def take_unloaded_blocks(self) -> set[int]:
         """Device blocks of failed loads reported since the last call, with all that follow them in the request."""
         blocks, self._unloaded_blocks = self._unloaded_blocks, set()
         return blocks
 
     def wait(self, job_ids: set[int]) -> None:
-        """Returns when no copy of these jobs runs any more; the blocks are then somebody else's. A host copy always
-        ends."""
+        """Returns when no copy of these jobs runs any more; the blocks are then somebody else's. A copy always ends,
+        if only with its device."""
         while not self._transfer.wait(job_ids, WAIT_REPORT_S):
             logger.warning("kvstore: still waiting for copies of %d jobs to end", len(job_ids))
 

@@ -98,6 +98,20 @@ void DeviceCopier::add_memory(std::uint64_t address, std::uint64_t nbytes) {
     add_region(address, nbytes, Kind::DEVICE, nullptr);
 }
 
+std::uint64_t DeviceCopier::allocate(std::uint64_t nbytes) {
+    require_own_process();
+    DeviceAddress address = 0;
+    {
+        const std::lock_guard lock(mutex_);
+        if (closing_) throw std::runtime_error("the copier is closed");
+        const CurrentContext current(driver(), device_->context());
+        driver().check(driver().memory_allocate(&address, nbytes), "cuMemAlloc");
+        allocated_.push_back(address);
+    }
+    add_memory(address, nbytes);
+    return address;
+}
+
 void DeviceCopier::add_host_memory(std::uint64_t address, std::uint64_t nbytes) {
     add_region(address, nbytes, Kind::HOST, nullptr);
 }
@@ -642,6 +656,7 @@ void DeviceCopier::release_device() {
         for (const Event event : events_) driver().event_destroy(event);
         for (const Event event : timed_events_) driver().event_destroy(event);
         for (const auto& tiles : free_tiles_) driver().host_unregister(tiles.get());
+        for (const DeviceAddress address : allocated_) driver().memory_free(address);
         Context popped;
         driver().context_pop(&popped);
     } else {
@@ -650,6 +665,7 @@ void DeviceCopier::release_device() {
     events_.clear();
     timed_events_.clear();
     free_tiles_.clear();
+    device_->release();
 }
 
 std::string DeviceCopier::lost() const {

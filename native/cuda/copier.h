@@ -77,6 +77,8 @@ class DeviceCopier {
 
     // Device memory that copies may touch. Regions do not overlap.
     void add_memory(std::uint64_t address, std::uint64_t nbytes);
+    // Device memory of its own, freed by `close`: for measurements.
+    std::uint64_t allocate(std::uint64_t nbytes);
     // Ordinary memory that stores may read: what the padding of slots is filled from.
     void add_host_memory(std::uint64_t address, std::uint64_t nbytes);
     std::shared_ptr<PinnedArena> map_arena(std::shared_ptr<Mapping> memory, std::shared_ptr<const MappedTable> table,
@@ -184,6 +186,7 @@ class DeviceCopier {
     std::unordered_map<std::uint64_t, JobRef> live_;  // queued or running
     std::vector<Ended> ended_;                        // not yet asked for
     std::vector<Event> events_;                       // free ones, without timing
+    std::vector<DeviceAddress> allocated_;
     std::string lost_;
     DeviceCopyCounts counts_;
     bool news_ = false;  // since the thread last looked

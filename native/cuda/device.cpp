@@ -57,7 +57,9 @@ OpenDevice::OpenDevice(std::shared_ptr<const Driver> driver, int ordinal, std::s
     }
 }
 
-OpenDevice::~OpenDevice() {
+void OpenDevice::release() {
+    if (released_) return;
+    released_ = true;
     if (driver_->context_push(context_) == SUCCESS) {
         if (module_ != nullptr) driver_->module_unload(module_);
         driver_->stream_destroy(store_stream_);

@@ -189,7 +189,8 @@ bool step_once() {
     if (!state->early.empty() && pick(2) == 0) {
         const std::size_t i = pick(state->early.size());
         if (const auto piece = state->early[i].lock()) read_now(*piece);
-        state->early.erase(state->early.begin() + static_cast<std::ptrdiff_t>(i));
+        std::swap(state->early[i], state->early.back());
+        state->early.pop_back();
     }
     if (able.empty()) return false;
     FakeStream& stream = *able[pick(able.size())];
