@@ -8,6 +8,7 @@ which page-locks it (`pinning`).
 
 import atexit
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -75,7 +76,9 @@ class CudaTransfer(Transfer):
         self._copier = copier
         self._pins = pins
         self._compute_stream = compute_stream
-        self._pinning: dict[int, Pinning] = {}  # by the arena's address; the link's thread's own
+        self._pinning: dict[int, Pinning] = {}  # by the arena's address
+        self._closed = False
+        self._unmapping = threading.Lock()  # `close` waits for it: unlocking much memory outlasts the link's patience
         for region in regions:
             copier.add_memory(region.address, region.nbytes)
         copier.add_host_memory(self.padding_source.address, self.padding_source.nbytes)
@@ -88,17 +91,21 @@ class CudaTransfer(Transfer):
         return Mapped(instance_id, table, arena)
 
     def unmap(self, mapped: Mapped) -> None:
-        pinning = self._pinning.pop(mapped.arena.address, None)
-        if pinning is not None:
-            pinning.close()
-        self._copier.unmap_arena(mapped.arena.address)
+        with self._unmapping:
+            pinning = self._pinning.pop(mapped.arena.address, None)
+            if pinning is not None:
+                pinning.close()
+            if not self._closed:
+                self._copier.unmap_arena(mapped.arena.address)
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        for pinning in self._pinning.values():
-            pinning.close()
-        self._pinning.clear()
-        self._copier.close()
+        with self._unmapping:
+            self._closed = True
+            for pinning in self._pinning.values():
+                pinning.close()
+            self._pinning.clear()
+            self._copier.close()
 
     def _run(
         self, job: int, mapped: Mapped, spec: ChunkSpec, plan: Plan, *, is_load: bool, blocks: NDArray[np.integer]

@@ -605,14 +605,18 @@ bool DeviceCopier::wait(std::span<const std::uint64_t> jobs, double timeout_s) {
     while (!done()) {
         if (Clock::now() >= deadline) return false;
         lock.unlock();
-        if (!advance()) {
-            for (const bool is_load : {true, false}) {
-                if (!directions_[is_load].in_flight.empty()) driver().stream_synchronize(device_->stream(is_load));
-            }
-        }
+        if (!advance()) synchronize();
         lock.lock();
     }
     return true;
+}
+
+// Without a thread of its own: waits for what is in flight.
+void DeviceCopier::synchronize() {
+    const CurrentContext current(driver(), device_->context());
+    for (const bool is_load : {true, false}) {
+        if (!directions_[is_load].in_flight.empty()) driver().stream_synchronize(device_->stream(is_load));
+    }
 }
 
 void DeviceCopier::close() {
@@ -629,8 +633,7 @@ void DeviceCopier::close() {
     } else {
         while (!idle()) {
             try {
-                if (advance()) continue;
-                for (const bool is_load : {true, false}) driver().stream_synchronize(device_->stream(is_load));
+                if (!advance()) synchronize();
             } catch (const std::exception& error) {
                 const std::lock_guard lock(mutex_);
                 lose(error.what());
@@ -652,13 +655,12 @@ void DeviceCopier::close() {
 
 void DeviceCopier::release_device() {
     const std::lock_guard lock(mutex_);
-    if (lost_.empty() && driver().context_push(device_->context()) == SUCCESS) {
+    if (lost_.empty()) {
+        const CurrentContext current(driver(), device_->context());
         for (const Event event : events_) driver().event_destroy(event);
         for (const Event event : timed_events_) driver().event_destroy(event);
         for (const auto& tiles : free_tiles_) driver().host_unregister(tiles.get());
         for (const DeviceAddress address : allocated_) driver().memory_free(address);
-        Context popped;
-        driver().context_pop(&popped);
     } else {
         for (auto& tiles : free_tiles_) (void)tiles.release();  // still registered: never to be used by anybody else
     }

@@ -171,6 +171,7 @@ class DeviceCopier {
     void end_whole(const JobRef& job, bool settled);
     void lose(const std::string& why);
     bool idle() const;
+    void synchronize();
     void release_device();
 
     const pid_t pid_;
