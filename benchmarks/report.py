@@ -43,9 +43,12 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Linux {platform.release()}"
 
 
-def main(bench: str, description: str, measure: Callable[[], list[Result]]) -> None:
+def main(bench: str, description: str, measure: Callable[[], list[Result]], *flags: str) -> None:
+    """`flags`: further ones, which `measure` looks for itself."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{bench}", description=description)
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output, nothing else")
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
     as_json = parser.parse_args().json
     where = machine()
     results = measure()

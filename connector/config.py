@@ -5,11 +5,14 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from connector.admission import Mode
+
 SPEC_NAME = "KVStoreSpec"
 SPEC_MODULE_PATH = "connector.spec"
 
 _KEYS = (
     "endpoint",
+    "admission",
     "block_size",
     "blocks_per_chunk",
     "offload_prompt_only",
@@ -43,6 +46,7 @@ class CopyBackend(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorConfig:
+    admission: Mode  # model: only where it pays; always, never
     endpoint: str  # "unix:///run/kvstore/kvstore.sock"
     offload_prompt_only: bool  # True: what a request generates is not stored, so the next turn recomputes the answer
     require_cache_salt: bool  # requests without a salt are neither stored nor loaded
@@ -87,6 +91,7 @@ class ConnectorConfig:
                 "leave the key out"
             )
         return cls(
+            admission=_admission(raw),
             endpoint=_endpoint(raw),
             offload_prompt_only=_boolean(raw, "offload_prompt_only", False),
             require_cache_salt=_boolean(raw, "require_cache_salt", False),
@@ -132,6 +137,13 @@ def _copy_backend(raw: Mapping[str, object]) -> CopyBackend:
     if value not in tuple(CopyBackend):
         raise ValueError(f"kv_connector_extra_config: copy_backend={value!r} must be one of {', '.join(CopyBackend)}")
     return CopyBackend(str(value))
+
+
+def _admission(raw: Mapping[str, object]) -> Mode:
+    value = raw.get("admission", Mode.MODEL.value)
+    if value not in tuple(Mode):
+        raise ValueError(f"kv_connector_extra_config: admission={value!r} must be one of {', '.join(Mode)}")
+    return Mode(value)
 
 
 def _prefetch_wait_ms(raw: Mapping[str, object]) -> int:

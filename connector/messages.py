@@ -24,6 +24,7 @@ class WorkerOutcomes(OffloadingWorkerMetadata):
     """vLLM's report of ended jobs, which knows only success, with the failures beside it. Workers to scheduler half."""
 
     failed_chunks: dict[int, set[int]] = field(default_factory=dict)  # job -> positions in its ChunkSpec
+    copy_s: dict[int, float] = field(default_factory=dict)  # job -> how long its copy ran, on the slowest rank
     # Failed with a lost device, which may still write to their slots: nobody else may be given those.
     unsettled_jobs: set[int] = field(default_factory=set)
 
@@ -37,4 +38,8 @@ class WorkerOutcomes(OffloadingWorkerMetadata):
             for job, chunks in other.failed_chunks.items():
                 failed.setdefault(job, set()).update(chunks)
             unsettled |= other.unsettled_jobs
-        return WorkerOutcomes(merged.completed_jobs, merged.transfer_stats, failed, unsettled)
+        copy_s = dict(self.copy_s)
+        if isinstance(other, WorkerOutcomes):
+            for job, seconds in other.copy_s.items():
+                copy_s[job] = max(seconds, copy_s.get(job, 0.0))
+        return WorkerOutcomes(merged.completed_jobs, merged.transfer_stats, failed, copy_s, unsettled)

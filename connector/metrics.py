@@ -8,6 +8,7 @@ FAILED_LOADS = "kvstore_connector_failed_load_chunks"
 STORED_CHUNKS = "kvstore_connector_stored_chunks"
 FAILED_STORES = "kvstore_connector_failed_store_chunks"
 REFUSED_STORES = "kvstore_connector_refused_store_chunks"
+UNADMITTED_STORES = "kvstore_connector_unadmitted_store_chunks"
 
 COUNTERS = {
     LOADED_CHUNKS: "Chunks copied from the store to this engine's KV cache.",
@@ -15,4 +16,5 @@ COUNTERS = {
     STORED_CHUNKS: "Chunks copied to the store and handed over to be committed.",
     FAILED_STORES: "Chunks whose store failed on some rank, or that had blocks nobody wrote; never committed.",
     REFUSED_STORES: "Chunks not stored because no slot was granted or no daemon was attached.",
+    UNADMITTED_STORES: "Chunks not stored because storing them would cost more than it is likely to save.",
 }

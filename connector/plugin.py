@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
+    KVConnectorStats,
     PromMetric,
     PromMetricT,
 )
@@ -78,11 +79,12 @@ class KVStoreConnector(OffloadingConnector):
         if self.connector_worker is None:
             return None
         ended = super().build_connector_worker_meta()
-        failed, unsettled = self._worker_half.take_failed(), self._worker_half.take_unsettled()
+        failed, copy_s = self._worker_half.take_failed(), self._worker_half.take_copy_s()
+        unsettled = self._worker_half.take_unsettled()
         if ended is None:
             assert not failed, f"jobs {sorted(failed)} failed without having ended"
             return None
-        return WorkerOutcomes(ended.completed_jobs, ended.transfer_stats, failed, unsettled)
+        return WorkerOutcomes(ended.completed_jobs, ended.transfer_stats, failed, copy_s, unsettled)
 
     # ---- the scheduler's process
 
@@ -103,13 +105,19 @@ class KVStoreConnector(OffloadingConnector):
     def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         bound = super()._max_loadable_tokens(request, num_computed_tokens)
         assert self._engine.vllm_config.kv_transfer_config is not None
-        return bound if self._engine.vllm_config.kv_transfer_config.is_kv_consumer else 0
+        if not self._engine.vllm_config.kv_transfer_config.is_kv_consumer:
+            return 0
+        if request.skip_reading_prefix_cache:
+            return bound  # vLLM asks about nothing then
+        admitted = self._scheduler_half.loadable_tokens(request.request_id, num_computed_tokens)
+        return admitted if bound is None else min(bound, admitted)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._reset_in_this_step = False
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, OffloadingConnectorMetadata)
         self._scheduler_half.track(metadata)
+        self._scheduler_half.step_began(scheduler_output)
         self._scheduler_half.flush()
         return metadata
 
@@ -117,9 +125,17 @@ class KVStoreConnector(OffloadingConnector):
         outcomes = connector_output.kv_connector_worker_meta
         if isinstance(outcomes, WorkerOutcomes):
             # First: the base class tells the other half of ends, but not of failures, and forgets jobs at a reset.
-            self._scheduler_half.finish(outcomes.completed_jobs, outcomes.failed_chunks, outcomes.unsettled_jobs)
+            self._scheduler_half.finish(
+                outcomes.completed_jobs, outcomes.failed_chunks, outcomes.copy_s, outcomes.unsettled_jobs
+            )
         super().update_connector_output(connector_output)
-        self._scheduler_half.flush()
+        if outcomes is not None:  # else there is nothing that `build_connector_meta` has not sent
+            self._scheduler_half.flush()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.connector_scheduler is not None:  # asked once for each step's output, also where that reports nothing
+            self._scheduler_half.step_ended()
+        return super().get_kv_connector_stats()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler_half.finishing(request.request_id)

@@ -25,11 +25,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from connector import identity, metrics
+from connector.admission import Admission
 from connector.config import ConnectorConfig, CopyBackend
 from connector.cuda import CudaTransfer, open_copier
 from connector.layout import ChunkLayout
 from connector.link import Link
 from connector.pages import rank_pages
+from connector.priors import engine_priors, learning
 from connector.scheduler import Attached, Geometry, Probe, Rules, SchedulerHalf
 from connector.selfcheck import MEMORY_BYTES, check_device
 from connector.transfer import HostTransfer, Mapped, Region, Transfer
@@ -127,6 +129,12 @@ class KVStoreSpec(OffloadingSpec):
                 algorithm,
                 identity.probe_value(algorithm, engine.hash_seed),
                 lambda: identity.effective_seed_problem(algorithm, engine.hash_seed),
+            ),
+            Admission(
+                engine.config.admission,
+                engine_priors(engine.vllm_config),
+                tokens_per_chunk=tokens_per_chunk,
+                learning=learning(engine.vllm_config),
             ),
         )
 

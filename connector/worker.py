@@ -47,6 +47,7 @@ class WorkerHalf(OffloadingWorker):
         self._failed: dict[int, set[int]] = {}  # reported, not yet taken
         self._unsettled: set[int] = set()  # as above: what a lost device may still write
         self._unloaded_blocks: set[int] = set()
+        self._copy_s: dict[int, float] = {}  # jobs reported, not yet taken
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         self._submit(job_id, dst_spec, src_spec, is_load=False)
@@ -83,6 +84,7 @@ class WorkerHalf(OffloadingWorker):
         self._refused.clear()
         for finished in self._transfer.finished():
             self._end(finished.job, set(finished.failed))
+            self._copy_s[finished.job] = finished.seconds
             if not finished.settled:
                 self._unsettled.add(finished.job)
                 logger.error("kvstore: the device is lost; it may still be writing for job %d", finished.job)
@@ -113,6 +115,11 @@ class WorkerHalf(OffloadingWorker):
         """Jobs reported since the last call that failed, and whose slots a lost device may still write to."""
         unsettled, self._unsettled = self._unsettled, set()
         return unsettled
+
+    def take_copy_s(self) -> dict[int, float]:
+        """Per job reported since the last call that copied anything: how long the copy ran."""
+        copy_s, self._copy_s = self._copy_s, {}
+        return copy_s
 
     def take_unloaded_blocks(self) -> set[int]:
         """Device blocks of failed loads reported since the last call, with all that follow them in the request."""

@@ -3,6 +3,9 @@
 Everything is as an operator would have it: the daemon is `kvstore serve` in its own process, each engine is a process
 of its own, and what the store did is read from `kvstore stats`, not from the engines. Exit status 0 only if the second
 engine gave the first one's tokens, was served every full chunk of every prompt from the store, and was faster.
+
+Beside the long prompts there is a short one, whose prefix the second engine finds in the store as well and is expected
+to recompute, because that is quicker: what it predicted and what came of it is read from `kvstore explain`.
 """
 
 import json
@@ -27,15 +30,26 @@ KVSTORE = Path(sys.executable).with_name("kvstore")
 
 PROMPTS = 5
 PROMPT_TOKENS = 2_100
+SHORT_PROMPT_TOKENS = 40
 OUTPUT_TOKENS = 16
-BLOCK_TOKENS = 128
-WARM_UP_SEED_A, WARM_UP_SEED_B, PROMPT_SEED = 1, 2, 100
+BLOCK_TOKENS = 32
+# Quick enough that there is a prefix which is not worth a load.
+MODEL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+WARM_UP_SEED_A, WARM_UP_SEED_B, PROMPT_SEED, SHORT_SEED = 1, 2, 100, 200
 CPU_BYTES = "512MiB"
 READY_S_MAX = 60.0
 COMMIT_S_MAX = 30.0
+EXPLAINED_AFTER_S = 0.5  # what came of a decision reaches the daemon with the step after it
 HASH_SEED = "0"
 
 CHUNKS_PER_PROMPT = PROMPT_TOKENS // BLOCK_TOKENS  # full ones; only these are stored
+SHORT_CHUNKS = SHORT_PROMPT_TOKENS // BLOCK_TOKENS
 
 
 def say(text: str) -> None:
@@ -72,6 +86,15 @@ def cpu_tier(endpoint: str) -> dict[str, Any]:
     return next(tier for tier in json.loads(stats.stdout)["tiers"] if tier["name"] == "cpu")
 
 
+def last_load_decision(endpoint: str) -> dict[str, Any]:
+    """What `kvstore explain` says of the newest request; the engines here call each of theirs 0."""
+    explained = subprocess.run(
+        [str(KVSTORE), "explain", "0", "--json", "--endpoint", endpoint], check=True, capture_output=True, text=True
+    )
+    decisions = json.loads(explained.stdout)["decisions"]
+    return next(decision for decision in reversed(decisions) if decision["kind"] == "load")
+
+
 def wait_for_commits(endpoint: str, chunks: int) -> None:
     """Commits follow the last token by a moment: they are sent when the copies have ended."""
     deadline = time.monotonic() + COMMIT_S_MAX
@@ -93,7 +116,7 @@ def main() -> int:
     logs = BUILD / "demo"
     logs.mkdir(parents=True, exist_ok=True)
     say("making a small model with random weights")
-    model = small_model(BUILD / "models")
+    model = small_model(BUILD / "models", **MODEL)
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-demo-") as runtime_dir,
         daemon(Path(runtime_dir), logs / "daemon.log") as endpoint,
@@ -113,14 +136,21 @@ def main() -> int:
         with engine("A") as first:
             say(f"engine A answers {PROMPTS} prompts of {PROMPT_TOKENS:,} tokens, none of which the store knows")
             cold = serve(first, WARM_UP_SEED_A)
-            wait_for_commits(endpoint, (PROMPTS + 1) * CHUNKS_PER_PROMPT)
+            short_cold = first.generate(random_prompt(SHORT_SEED, SHORT_PROMPT_TOKENS), max_tokens=OUTPUT_TOKENS)
+            wait_for_commits(endpoint, (PROMPTS + 1) * CHUNKS_PER_PROMPT + SHORT_CHUNKS)
             after_first = cpu_tier(endpoint)
         say("engine A has stopped; only the daemon is left")
         with engine("B") as second:
             say("engine B, a new process, answers the same prompts")
             warm = serve(second, WARM_UP_SEED_B)
             after_second = cpu_tier(endpoint)
-    return report(cold, warm, after_first, after_second)
+            long_decision = last_load_decision(endpoint)
+            short_warm = second.generate(random_prompt(SHORT_SEED, SHORT_PROMPT_TOKENS), max_tokens=OUTPUT_TOKENS)
+            time.sleep(EXPLAINED_AFTER_S)
+            short_decision = last_load_decision(endpoint)
+    status = report([*cold, short_cold], [*warm, short_warm], after_first, after_second)
+    show_decisions([("long", long_decision), ("short", short_decision)])
+    return status
 
 
 def report(
@@ -128,7 +158,7 @@ def report(
 ) -> int:
     """Prints the table and says what is wrong, if anything. Returns the exit status."""
     identical = [c.tokens for c in cold] == [w.tokens for w in warm]
-    cold_s, warm_s = median(c.ttft_s for c in cold), median(w.ttft_s for w in warm)
+    cold_s, warm_s = (median(each.ttft_s for each in served[:PROMPTS]) for served in (cold, warm))
     prompt_tokens = PROMPTS * PROMPT_TOKENS
     cold_hits, hits = after_first["hits"], after_second["hits"] - after_first["hits"]
 
@@ -160,6 +190,28 @@ def report(
     for problem in problems:
         say(f"FAILED: {problem}")
     return 1 if problems else 0
+
+
+def show_decisions(decisions: list[tuple[str, dict[str, Any]]]) -> None:
+    """What engine B compared for the last long prompt and for the short one, and what came of it."""
+    table = Table(title="What engine B decided, from kvstore explain")
+    table.add_column("")
+    for name, decision in decisions:
+        table.add_column(f"{name} prefix, {decision['hit_tokens']:,} tokens", justify="right")
+
+    def row(title: str, cells: list[str]) -> None:
+        table.add_row(title, *cells)
+
+    def ms(seconds: float | None) -> str:
+        return "" if seconds is None else f"{seconds * 1000:,.1f} ms"
+
+    row("predicted, recomputing it", [ms(decision["recompute_s"]) for _, decision in decisions])
+    row("predicted, loading it", [ms(decision["alternatives"][0]["seconds"]) for _, decision in decisions])
+    row("chosen", [f"{'load' if decision['tier'] else 'recompute'}: {decision['reason']}" for _, decision in decisions])
+    row("measured", [ms(decision["first_token_s"]) for _, decision in decisions])
+    Console(width=110).print(table)
+    if decisions[-1][1]["tier"]:
+        say("on this machine even the short prefix is quicker to load than to recompute")
 
 
 if __name__ == "__main__":

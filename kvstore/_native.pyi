@@ -31,6 +31,7 @@ PENDING: int  # 3
 STORED: int  # 1
 PRESENT: int  # 2
 TIER_FULL: int  # 3  the table has no room for the entry
+QUOTA: int  # 4  nothing more of this tenant may be evicted, and its quota has no room
 NOT_GRANTED: int  # 7
 
 COPY_KERNEL: str  # "avx512", "avx2" or "plain": what this machine's copies use
@@ -415,11 +416,33 @@ class Index:
         Begin at 0. Looks at `steps` places and returns at most `limit` chunks.
         """
 
+    def next_to_go(self, nbytes: int, *, steps: int, limit: int) -> list[tuple[bytes, bytes, bytes, int, int]]:
+        """(namespace, tenant, key, slot, generation) of chunks that no lower tier has and nobody writes there, among
+        those that would be evicted for the next `nbytes`, in that order. Looks at `steps` chunks at most."""
+
+    def unwritten(
+        self, start: int, *, used_before_ms: int | None = None, steps: int, limit: int
+    ) -> tuple[list[tuple[bytes, bytes, bytes, int, int]], int | None]:
+        """The same of all chunks whose last use was before that, and where to go on, as in `chunks`."""
+
+    def used_often(
+        self, namespace: bytes, tenant: bytes, keys: Sequence[bytes], uses: int
+    ) -> list[tuple[bytes, bytes, bytes, int, int]]:
+        """The same of those of the keys that were used at least so often. The request that stored a chunk is its first
+        use."""
+
+    def set_quota(self, tenant: bytes, nbytes: int | None) -> int:
+        """What the tenant's slots may take; None: no limit. Returns what they take now (0 without a limit).
+
+        A commit beyond it evicts the tenant's own least recently used chunks (not the parent it names), or is answered
+        QUOTA, also where the parent it names is not there. Takes time in proportion to what may be evicted.
+        """
+
     def stats(self) -> dict[str, int]:
-        """used_bytes granted_bytes pinned_bytes io_bytes chunks grants leases evictions ghosts removals entries
-        entries_max scopes tenants poison_commits digest_collisions. `entries_max` counts every place of the table; an
-        insert can fail before. `scopes`: pairs of namespace and tenant. `ghosts`: chunks that are gone, but whose uses
-        are remembered."""
+        """used_bytes granted_bytes pinned_bytes io_bytes chunks grants leases evictions unwritten_evictions ghosts
+        removals entries entries_max scopes tenants poison_commits digest_collisions. `unwritten_evictions`: of chunks
+        that no lower tier had. `ghosts`: chunks that are gone, but whose uses are remembered. `entries_max` counts
+        every place of the table; an insert can fail before. `scopes`: pairs of namespace and tenant."""
 
     def problems(self) -> list[str]:
         """Every invariant that does not hold, a sentence each."""

@@ -8,7 +8,8 @@ All calls raise Unavailable, NotAllowed, ConfigurationError (the endpoint); thos
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 
@@ -131,7 +132,10 @@ def remove(
     """Remove what is selected and not leased; what went, in all and by tier."""
     request = admin_pb2.RemoveRequest(what=what, older_than_ms=older_than_ms, bytes=nbytes, dry_run=dry_run)
     with _attached(endpoint) as (stub, metadata):
-        reply = stub.Remove(request, metadata=metadata, timeout=LONG_TIMEOUT_S)
+        return _removed(stub.Remove(request, metadata=metadata, timeout=LONG_TIMEOUT_S))
+
+
+def _removed(reply: admin_pb2.RemoveReply) -> dict[str, object]:
     by_tier = {
         tier.tier: {
             "evicted_chunks": tier.chunks,
@@ -147,11 +151,122 @@ def remove(
     return {**totals, "by_tier": by_tier}
 
 
+def set_quota(endpoint: str, what: admin_pb2.Selection, nbytes: int | None) -> dict[str, object]:
+    """What the tenant that `what` names may take in its tier, or in each; None: no limit. What had to go for it."""
+    with _attached(endpoint) as (stub, metadata):
+        request = admin_pb2.SetQuotaRequest(what=what, bytes=nbytes)
+        return _removed(stub.SetQuota(request, metadata=metadata, timeout=LONG_TIMEOUT_S))
+
+
+def quotas(endpoint: str, what: admin_pb2.Selection) -> list[dict[str, object]]:
+    """Of the tenant that `what` names, or of all; with what its chunks take now."""
+    with _attached(endpoint) as (stub, metadata):
+        pages = stub.Quotas(admin_pb2.QuotasRequest(what=what), metadata=metadata, timeout=LONG_TIMEOUT_S)
+        rows = [row for page in pages for row in page.quotas]
+        used: dict[tuple[bytes, str], int] = {}
+        usage = admin_pb2.UsageRequest(what=admin_pb2.Selection(tier=what.tier))
+        for page in stub.Usage(usage, metadata=metadata, timeout=LONG_TIMEOUT_S):
+            for row in page.usage:
+                used[row.tenant_id, row.tier] = used.get((row.tenant_id, row.tier), 0) + row.bytes
+    return [
+        {
+            "tenant_id": row.tenant_id.hex(),
+            "unsalted": row.unsalted,
+            "tier": row.tier,
+            "bytes": row.bytes,
+            "used_bytes": used.get((row.tenant_id, row.tier), 0),
+        }
+        for row in rows
+    ]
+
+
+def collect(endpoint: str, unused_ms: int, *, dry_run: bool = False) -> list[dict[str, object]]:
+    """Removes what is in namespaces that no session has used for so long; what went, or would go, for each."""
+    request = admin_pb2.CollectRequest(unused_ms=unused_ms, dry_run=dry_run)
+    with _attached(endpoint) as (stub, metadata):
+        return [
+            {
+                "namespace_id": row.namespace_id.hex(),
+                "document": json.loads(row.document) if row.document else None,
+                "unused_s": row.unused_s,
+                "chunks": sum(tier.chunks for tier in row.by_tier),
+                "bytes": sum(tier.bytes for tier in row.by_tier),
+                "by_tier": {tier.tier: {"chunks": tier.chunks, "bytes": tier.bytes} for tier in row.by_tier},
+            }
+            for row in stub.Collect(request, metadata=metadata)
+        ]
+
+
+def explain(endpoint: str, about: str) -> dict[str, object]:
+    """What is known of a request (`about`: its id, or how it begins) and, where `about` is hex of 8 bytes or more, of a
+    key. The newest decisions, oldest first."""
+    with _attached(endpoint) as (stub, metadata):
+        requests = stub.Explain(admin_pb2.ExplainRequest(request=about), metadata=metadata, timeout=TIMEOUT_S)
+        keys = admin_pb2.ExplainReply()
+        if re.fullmatch(r"([0-9a-fA-F]{2}){8,64}", about):
+            asked = admin_pb2.ExplainRequest(key=bytes.fromhex(about))
+            keys = stub.Explain(asked, metadata=metadata, timeout=TIMEOUT_S)
+    return {
+        "decisions": [_decision_json(explained) for explained in requests.decisions],
+        "keys": [
+            {
+                "namespace_id": fate.namespace_id.hex(),
+                "tenant_id": fate.tenant_id.hex() or None,
+                "events": list(fate.events),
+            }
+            for fate in (*requests.keys, *keys.keys)
+        ],
+    }
+
+
+def _decision_json(explained: admin_pb2.Explained) -> dict[str, object]:
+    decision = explained.decision
+    known = {"load_s": decision.load_s, "saved_s": decision.saved_s, "first_token_s": decision.first_token_s}
+    return {
+        "kind": "store" if decision.is_store else "load",
+        "request": decision.request,
+        "reason": decision.reason,
+        "age_s": explained.age_s,
+        "group": explained.group,
+        "namespace_id": explained.namespace_id.hex(),
+        "prompt_tokens": decision.prompt_tokens,
+        "gpu_tokens": decision.gpu_tokens,
+        "cpu_tokens": decision.cpu_tokens,
+        "hit_tokens": decision.hit_tokens,
+        "waiting": decision.waiting,
+        "recompute_s": decision.recompute_s,
+        "first_missing": decision.refused.hex() if not decision.is_store and decision.refused else None,
+        "alternatives": [
+            {"tier": each.tier, "end_tokens": each.end_tokens, "seconds": each.seconds}
+            for each in decision.alternatives
+        ],
+        "tier": decision.tier or None,
+        "end_tokens": decision.end_tokens,
+        "refused_chunks": decision.refused_count if decision.is_store else 0,
+        "outcome": decision.outcome or None,
+        **{name: seconds or None for name, seconds in known.items()},
+    }
+
+
 def check(endpoint: str) -> list[str]:
     """Every invariant that does not hold, a sentence each. The daemon does nothing else meanwhile."""
     with _attached(endpoint) as (stub, metadata):
         reply = stub.Check(admin_pb2.CheckRequest(), metadata=metadata, timeout=LONG_TIMEOUT_S)
         return list(reply.problems)
+
+
+def check_data(
+    endpoint: str, *, bytes_per_s: int | None = None, progress: Callable[[int, int], None] = lambda *_: None
+) -> list[str]:
+    """Has the daemon read every chunk on disk, which takes as long as it takes; a sentence for each bad one, which is
+    forgotten. `progress` is told of the chunks read so far, and how many there are."""
+    problems: list[str] = []
+    with _attached(endpoint) as (stub, metadata):
+        request = admin_pb2.CheckDataRequest(bytes_per_s=bytes_per_s or 0)
+        for page in stub.CheckData(request, metadata=metadata):
+            problems += page.problems
+            progress(page.chunks_read, page.chunks)
+    return problems
 
 
 def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
@@ -176,6 +291,9 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
                 "corruptions": tier.corruptions,
                 "dropped_stores": tier.dropped_stores,
                 "sick": tier.sick,
+                "quarantined_slots": tier.quarantined_slots,
+                "scrubbed_chunks": tier.scrubbed_chunks,
+                "unindexed_chunks": tier.unindexed_chunks,
             }
             for tier in reply.tiers
         ],
@@ -184,8 +302,30 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
         "tenants": reply.tenants,
         "stores": reply.stores,
         "failed_loads": reply.failed_loads,
+        "eviction_policy": reply.eviction_policy,
         "poison_commits": reply.poison_commits,
         "problems": list(reply.problems),
+        "decisions": [
+            {
+                "kind": count.kind,
+                "reason": count.reason,
+                "decisions": count.decisions,
+                "refused_chunks": count.refused_chunks,
+            }
+            for count in reply.decisions
+        ],
+        "balances": [
+            {
+                "tier": balance.tier,
+                "loads": balance.loads,
+                "predicted_s": balance.predicted_s,
+                "realised_s": balance.realised_s,
+                "load_s": balance.load_s,
+                "saved_s": balance.saved_s,
+                "regret_s": balance.regret_s,
+            }
+            for balance in reply.balances
+        ],
     }
 
 

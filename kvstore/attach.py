@@ -7,6 +7,7 @@ A connection ends in two steps that may come in either order. The hang-up (end o
 other end; a forked child may hold it for ever, and the driver of a killed process may still be copying when it comes.
 The pidfd says that the process itself has ended, copies included: only that frees a slot it may have written to. Where
 no pidfd can be had (old kernel, foreign pid namespace), the hang-up starts a rest of 60 s instead, and the log says so.
+A process that closes its session by itself says goodbye first, which is both steps at once.
 """
 
 import asyncio
@@ -20,13 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.errors import LimitExceeded
-from kvstore.limits import ATTACH_WITHIN_MS, REST_WITHOUT_PIDFD_MS
-from kvstore.rpc.handover import Hello, Memory, Refusal
+from kvstore.limits import ATTACH_WITHIN_MS, REST_WITHOUT_PIDFD_MS, SESSIONS_MAX
+from kvstore.rpc.handover import GOODBYE, PACKET_BYTES_MAX, Hello, Memory, Refusal
 from kvstore.rpc.v1 import store_pb2
 from kvstore.store import Session, Store
 
 SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
-BACKLOG = 128
+BACKLOG = SESSIONS_MAX  # connections that wait to be accepted; the kernel may keep fewer
 OVERFLOW_UID = 65534  # how every uid that this user namespace does not know is shown
 
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -176,16 +177,19 @@ class ArenaSocket:
             self._loop.add_reader(self._listener, self._accept)
 
     def _readable(self, connection: Connection) -> None:
-        """Nobody sends anything here: whatever comes, the connection is over."""
+        """A goodbye or the end of the connection; whatever else comes, the connection is over as well."""
         assert connection.sock is not None
         try:
-            packet = connection.sock.recv(1)
+            packet = connection.sock.recv(PACKET_BYTES_MAX)
         except BlockingIOError:
             return
         except OSError:
             packet = b""
+        if packet == GOODBYE:
+            self._process_ended(connection)  # as good as: it writes to no slot any more
+            return
         if packet:
-            _log.warning("pid %d sent something on arena.sock, where only the daemon speaks", connection.session.pid)
+            _log.warning("pid %d sent something on arena.sock, that is no goodbye", connection.session.pid)
         self._hang_up(connection)
 
     def _hang_up(self, connection: Connection) -> None:

@@ -32,8 +32,11 @@ MARGIN_MIN, MARGIN_PRIOR, MARGIN_MAX = 0.05, 0.25, 0.5
 HYSTERESIS = 0.05
 EXPLORATION_PROBABILITY = 0.01
 EXPLORATION_REGRET_S_MAX = 5e-3
-EXPLORE_AFTER_DECLINES = 16  # a tier that is declined for ever would never be found to have recovered
+EXPLORE_AFTER_DECLINES = 10  # a tier that is declined for ever would never be found to have recovered
+SURPRISE = 0.67  # of the predicted time: a tier that took less may have recovered
 OBSERVATION_S_MIN, OBSERVATION_S_MAX = 1e-6, 3600.0  # anything else is no step and no transfer
+
+DECLINES_SURPRISED = 1_000  # as good as having been declined so often
 
 _RESIDUALS = 64  # relative errors kept for their spread
 _RESIDUALS_MIN = 16  # before clipping begins
@@ -77,6 +80,8 @@ class Estimate:
         self._count = 0
         self._length_min, self._length_max = math.inf, 0.0
         self._residuals: deque[float] = deque(maxlen=_RESIDUALS)
+        self._middle = 0.0  # of the relative errors,
+        self._spread = 0.0  # and how far they are from it, as a standard deviation that outliers do not move
         self._above = self._below = 0.0
 
     @property
@@ -102,7 +107,7 @@ class Estimate:
     @property
     def margin(self) -> float:
         """By how much, relatively, a decision should prefer the other side: the spread of the errors, bounded."""
-        return _bounded_margin(self._spread()) if len(self._residuals) >= _RESIDUALS_MIN else MARGIN_PRIOR
+        return _bounded_margin(self._spread) if len(self._residuals) >= _RESIDUALS_MIN else MARGIN_PRIOR
 
     def predict_s(self, features: Sequence[float]) -> float:
         total_s = sum(coefficient * feature for coefficient, feature in zip(self.coefficients, features, strict=True))
@@ -128,31 +133,27 @@ class Estimate:
             predicted_s = seconds
         clipped_s = self._clip(seconds, predicted_s)
         self._learn(np.array(features, np.float64), clipped_s, prior_s)
-        self._residuals.append(seconds / predicted_s - 1)
+        self._remember(seconds / predicted_s - 1)
         return Observed.CHANGED if changed else Observed.LEARNED
 
     def _has_changed(self, log_ratio: float) -> bool:
         step = max(-_CUSUM_STEP_MAX, min(_CUSUM_STEP_MAX, log_ratio))
         # A noisy tier is not a changing one: what its errors usually are is no sign of change.
-        drift = max(_CUSUM_DRIFT, min(self._spread(), _CUSUM_STEP_MAX / 2))
+        drift = max(_CUSUM_DRIFT, min(self._spread, _CUSUM_STEP_MAX / 2))
         self._above = max(0.0, self._above + step - drift)
         self._below = max(0.0, self._below - step - drift)
         return max(self._above, self._below) > _CUSUM_LIMIT
 
-    def _spread(self) -> float:
-        """Of the relative errors, as a standard deviation that outliers do not move."""
-        if not self._residuals:
-            return 0.0
-        middle = median(self._residuals)
-        return 1.4826 * median(abs(residual - middle) for residual in self._residuals)
+    def _remember(self, residual: float) -> None:
+        self._residuals.append(residual)
+        self._middle = median(self._residuals)
+        self._spread = 1.4826 * median([abs(residual - self._middle) for residual in self._residuals])
 
     def _clip(self, seconds: float, predicted_s: float) -> float:
         if len(self._residuals) < _RESIDUALS_MIN:
             bound = 1.0  # a first guess may be wrong by a factor of two each time
         else:
-            middle = median(self._residuals)
-            mad = 1.4826 * median(abs(residual - middle) for residual in self._residuals)
-            bound = max(HUBER_MADS * mad, 0.02) + abs(middle)
+            bound = max(HUBER_MADS * self._spread, 0.02) + abs(self._middle)
         low_s, high_s = predicted_s / (1 + bound), predicted_s * (1 + bound)
         return max(low_s, min(high_s, seconds))
 
@@ -232,7 +233,8 @@ class Estimate:
         self._log_scale_sum, self._log_scale_weight = scale.tolist()
         self._information, self._moment, self._count = information, moment, count
         self._length_min, self._length_max = lengths.tolist() if count else (math.inf, 0.0)
-        self._residuals.extend(residuals.tolist())
+        for residual in residuals.tolist():
+            self._remember(residual)
         if count >= SHAPE_STEPS_MIN and self._length_max >= SHAPE_SPAN_MIN * self._length_min:
             self._solve()
         return True
@@ -351,17 +353,26 @@ class Choice:
         self._was_loading = loading
         self._declines = 0 if loading else self._declines + 1
 
-    def observed(self) -> None:
-        """The tier was measured by somebody else's load, or by a probe."""
-        self._declines = 0
+    def observed(self, seconds: float = math.inf, predicted_s: float = 0.0) -> None:
+        """The tier was measured by somebody's load, or by a probe. If it was much quicker than thought, the next
+        decline looks again at once: one observation alone changes no estimate."""
+        self._declines = DECLINES_SURPRISED if 0 < seconds < SURPRISE * predicted_s else 0
 
-    def explores(self, *, random: float, tier_is_idle: bool, predicted_regret_s: float, regret_s_max: float) -> bool:
+    def explores(
+        self,
+        *,
+        random: float,
+        tier_is_idle: bool,
+        predicted_regret_s: float,
+        regret_s_max: float,
+        after: int = EXPLORE_AFTER_DECLINES,
+    ) -> bool:
         """Asked after a decline: load all the same? `random` is uniform in [0, 1).
 
-        `regret_s_max` bounds what looking again after many declines may cost (the load's deadline bounds it anyway).
+        `regret_s_max` bounds what looking again after so many declines may cost (the load's deadline bounds it anyway).
         """
         if not tier_is_idle or not predicted_regret_s >= 0:
             return False
-        if self._declines >= EXPLORE_AFTER_DECLINES and predicted_regret_s <= regret_s_max:
+        if self._declines >= after and predicted_regret_s <= regret_s_max:
             return True
         return random < EXPLORATION_PROBABILITY and predicted_regret_s <= EXPLORATION_REGRET_S_MAX

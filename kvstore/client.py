@@ -31,7 +31,16 @@ from numpy.typing import NDArray
 
 from kvstore import _native
 from kvstore.config import default_endpoint
-from kvstore.errors import BadKey, KVStoreError, LimitExceeded, NamespaceMismatch, SaltRequired, Unavailable, WrongSize
+from kvstore.errors import (
+    BadKey,
+    ConfigurationError,
+    KVStoreError,
+    LimitExceeded,
+    NamespaceMismatch,
+    SaltRequired,
+    Unavailable,
+    WrongSize,
+)
 from kvstore.limits import (
     GRANTS_IDLE_S,
     HEARTBEAT_STALE_MS,
@@ -143,7 +152,8 @@ class StoreClient:
     ) -> "StoreClient":
         """`endpoint` None: `KVSTORE_ENDPOINT` or the default; `hash_seed` None: `PYTHONHASHSEED`.
 
-        `timeout_s` bounds every wait for the daemon. Unavailable, SeedMismatch, NamespaceMismatch, LimitExceeded.
+        `timeout_s` bounds every wait for the daemon. Unavailable, SeedMismatch, NamespaceMismatch, LimitExceeded,
+        ConfigurationError.
         """
         attachment = Attachment(
             role=Role.CLIENT,
@@ -267,8 +277,10 @@ class StoreClient:
         self._backoff_s = 0.0
         try:
             return _Connection(session, self.chunk_bytes, self._copy_threads, self._timeout_s)
-        except BaseException:  # no such number of threads, or none to be had
+        except BaseException as error:
             session.close()
+            if isinstance(error, ValueError):  # no such number of threads
+                raise ConfigurationError(str(error)) from None
             raise
 
 
@@ -308,6 +320,8 @@ class _Connection:
     def tenant(self, salt: str | None) -> bytes:
         if salt is None and self._session.require_cache_salt:
             raise SaltRequired("this daemon takes no chunk without a tenant (--require-cache-salt); pass a salt")
+        if salt == "":
+            raise SaltRequired("an empty salt names no tenant; pass a string, or None for the unsalted tenant")
         return self._session.tenant_id(salt)
 
     def find(self, tenant: bytes, keys: Sequence[bytes]) -> tuple[bytes, NDArray[np.uint32], NDArray[np.uint64]]:
@@ -334,7 +348,7 @@ class _Connection:
             late = self._put_absent(tenant, keys, payloads, absent, refs, outcomes, ahead=ahead)
             if late:  # an operator removed chunks after these slots had come and, it may be, before this call
                 self._steps.return_grants()
-                self._put_absent(tenant, keys, payloads, late, refs, outcomes, ahead=0)
+                self._put_absent(tenant, keys, payloads, late, refs, outcomes, ahead=0, again=True)
             self._put_ended_s = time.monotonic()
         return outcomes
 
@@ -348,9 +362,11 @@ class _Connection:
         outcomes: dict[bytes, PutOutcome],
         *,
         ahead: int,
+        again: bool = False,
     ) -> list[int]:
         """Store those at the positions `absent`, write `outcomes` and `refs`. Returns the positions whose slots the
-        daemon had taken back. `ahead`: slots to ask for that only a later call will use."""
+        daemon had taken back. `ahead`: slots to ask for that only a later call will use. `again`: the call has used
+        its keys already."""
         tickets: list[int] = []
         while len(tickets) < len(absent):
             rest = absent[len(tickets) :]
@@ -364,7 +380,12 @@ class _Connection:
             for ref, position in zip(grants, batch, strict=True):
                 refs[position] = ref
             tickets += self._store(tenant, keys, payloads, batch, grants, later=len(rest) - len(batch) or ahead)
-        self._steps.touch(tenant, keys)
+        # One use of each: its commit's, or else this touch's; then the whole chain, so that no parent is older.
+        committed = set(absent[: len(tickets)])
+        if not again:
+            self._steps.touch(tenant, [key for position, key in enumerate(keys) if position not in committed])
+        if committed:
+            self._steps.touch(tenant, keys, again=len(keys))
         settled = self._steps.wait(tickets, self._timeout_s)
         late = []
         for position, outcome in zip(absent, settled, strict=False):
@@ -418,6 +439,7 @@ class _Connection:
         hits and misses, and touch the chain. A round that brings nothing is the last one."""
         deadline_s = time.monotonic() + timeout_s
         positions = list(range(len(keys)))
+        loaded: list[int] = []
         promoted = False
         while positions:
             codes, slots, generations = self.find(tenant, [keys[position] for position in positions])
@@ -426,13 +448,14 @@ class _Connection:
             self._steps.miss(len(codes) - len(found) - len(below))
             slots, generations = slots[found], generations[found]
             current = copy([positions[i] for i in found], slots, generations)
+            loaded += [positions[i] for i, same in zip(found, current, strict=True) if same]
             for slot, generation, same in zip(slots.tolist(), generations.tolist(), current, strict=True):
                 self._steps.release(slot, generation, loaded=bool(same), promoted=promoted)
             positions = below if found or not promoted else []
             promoted = True
             if positions:
                 self._promote(tenant, [keys[position] for position in positions[:PROMOTES_PER_ROUND]], deadline_s)
-        self._steps.touch(tenant, keys)
+        self._steps.touch(tenant, [keys[position] for position in sorted(loaded)])
         self._steps.flush()
 
     def _promote(self, tenant: bytes, keys: list[bytes], deadline_s: float) -> None:

@@ -6,6 +6,7 @@ ask who runs the process and where.
 """
 
 import difflib
+import enum
 import os
 import re
 import stat
@@ -27,7 +28,13 @@ ARENA_SOCKET = "arena.sock"
 ARENA_BYTES_MIN = 64 << 10
 FS_BYTES_MIN = 1 << 20
 BYTES_MAX = (1 << 63) - 1  # what the kernel can express
+IO_THREADS_MAX = 256
+WRITE_AFTER_USES_MIN, WRITE_AFTER_USES_DEFAULT, WRITE_AFTER_USES_MAX = 2, 2, 1_000  # 1 would be WRITE_THROUGH
+N_READ_THREADS_DEFAULT = 16
+N_WRITE_THREADS_DEFAULT = 8
 METRICS_LISTEN_DEFAULT = "127.0.0.1:9765"
+EVICTION_POLICIES = ("adaptive", "lru", "probation")  # names of the native core's
+EVICTION_POLICY_DEFAULT = "adaptive"  # docs/decisions/010-eviction-policy.md
 
 _DURATIONS_MS = {"ms": 1, "": 1_000, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _UNITS = {"": 1, "B": 1} | {
@@ -39,7 +46,17 @@ _UNITS |= {"KB": 1000, "KiB": 1024}
 
 # Variables of this prefix that are not settings of the daemon: the commands', the tests', and those that Kubernetes
 # gives every container when a Service is called "kvstore".
-_OTHER_VARIABLES = re.compile(r"KVSTORE_(ENDPOINT|VERIFY|CONFIG|TEST_.*|SERVICE_HOST|SERVICE_PORT.*|PORT|PORT_.*)")
+_OTHER_VARIABLES = re.compile(
+    r"KVSTORE_(ENDPOINT|PROFILE|VERIFY|CONFIG|TEST_.*|SERVICE_HOST|SERVICE_PORT.*|PORT|PORT_.*)"
+)
+
+
+class WritePolicy(enum.StrEnum):
+    """When a chunk of memory is also written to disk."""
+
+    WRITE_THROUGH = "write_through"  # when it is stored
+    WRITE_BACK = "write_back"  # when it would soon be evicted, or has not been used for a while
+    SELECTIVE = "selective"  # when it was used a number of times
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +72,14 @@ class ServeConfig:
     index_bytes: int | None  # largest size of the table; None: what fits the tiers
     fs_dir: Path | None  # None: no filesystem tier
     fs_bytes: int  # hard cap of the directory; 0 without one
+    write_policy: WritePolicy
+    write_after_uses: int  # with SELECTIVE
+    n_read_threads: int  # of the filesystem tier; as many reads are in flight at most
+    n_write_threads: int
+    scrub_bytes_per_s: int | None  # read in the background to be checked; None: nothing is
     hash_seed: str
     require_cache_salt: bool
+    eviction_policy: str  # one of EVICTION_POLICIES
     metrics_listen: ListenAddress | None  # None: off
     allow_uids: frozenset[int]
     socket_mode: int  # 0o600 or 0o660
@@ -211,6 +234,27 @@ def _uids(value: object) -> frozenset[int]:
     return frozenset(uids)
 
 
+def _write_policy(value: object) -> WritePolicy:
+    if not isinstance(value, str) or value not in set(WritePolicy):
+        raise ValueError(f"{value!r} is no write policy; the policies are {', '.join(WritePolicy)}")
+    return WritePolicy(value)
+
+
+def _threads(value: object) -> int:
+    return _count(value, "a number of threads", 1, IO_THREADS_MAX)
+
+
+def _uses(value: object) -> int:
+    return _count(value, "a number of uses", WRITE_AFTER_USES_MIN, WRITE_AFTER_USES_MAX)
+
+
+def _count(value: object, what: str, lowest: int, highest: int) -> int:
+    text = str(value).strip()
+    if isinstance(value, bool) or not text.isdecimal() or not lowest <= int(text) <= highest:
+        raise ValueError(f"{value!r} is not {what} from {lowest} to {highest}")
+    return int(text)
+
+
 def _mode(value: object) -> int:
     text = f"{value:o}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     if not re.fullmatch(r"(0o)?[0-7]{3,4}", text) or int(text.removeprefix("0o"), 8) not in (0o600, 0o660):
@@ -218,6 +262,14 @@ def _mode(value: object) -> int:
             f"{value!r} is not a mode for the sockets; 0600 or 0660 (with --allow-uid), in quotes in a TOML file"
         )
     return int(text.removeprefix("0o"), 8)
+
+
+def eviction_policy(value: object) -> str:
+    """ValueError."""
+    text = _text(value)
+    if text not in EVICTION_POLICIES:
+        raise ValueError(f"{text!r} is none of {', '.join(EVICTION_POLICIES)}")
+    return text
 
 
 def _listen(value: object) -> ListenAddress | None:
@@ -236,12 +288,21 @@ _SETTINGS: dict[str, tuple[Callable[[object], object], object]] = {
     "index_bytes": (parse_bytes, None),
     "fs_dir": (_path, None),
     "fs_bytes": (parse_bytes, None),
+    "write_policy": (_write_policy, None),
+    "write_after_uses": (_uses, None),
+    "n_read_threads": (_threads, None),
+    "n_write_threads": (_threads, None),
+    "scrub_bytes_per_s": (parse_bytes, None),
     "hash_seed": (_text, None),
     "require_cache_salt": (_flag_value, False),
+    "eviction_policy": (eviction_policy, EVICTION_POLICY_DEFAULT),
     "metrics_listen": (_listen, _listen(METRICS_LISTEN_DEFAULT)),
     "allow_uid": (_uids, frozenset()),
     "socket_mode": (_mode, 0o600),
 }
+
+
+_FS_ONLY = ("write_policy", "write_after_uses", "n_read_threads", "n_write_threads", "scrub_bytes_per_s")
 
 
 def _checked(values: dict[str, Any], environment: Mapping[str, str]) -> ServeConfig:
@@ -264,6 +325,15 @@ def _checked(values: dict[str, Any], environment: Mapping[str, str]) -> ServeCon
     if fs_bytes is not None and fs_bytes < FS_BYTES_MIN:
         raise ConfigurationError(f"--fs-bytes is {fs_bytes}, less than the {FS_BYTES_MIN} that hold anything")
 
+    for name in _FS_ONLY if fs_dir is None else ():
+        if values[name] is not None:
+            raise ConfigurationError(f"{_flag(name)} is of the filesystem tier, and no --fs-dir is given")
+    write_policy = values["write_policy"] or WritePolicy.WRITE_THROUGH
+    if values["write_after_uses"] is not None and write_policy is not WritePolicy.SELECTIVE:
+        raise ConfigurationError(
+            f"--write-after-uses is of --write-policy {WritePolicy.SELECTIVE}, and the policy is {write_policy}"
+        )
+
     allow_uids, socket_mode = values["allow_uid"], values["socket_mode"]
     if allow_uids and socket_mode != 0o660:
         raise ConfigurationError(
@@ -278,8 +348,14 @@ def _checked(values: dict[str, Any], environment: Mapping[str, str]) -> ServeCon
         index_bytes=values["index_bytes"],
         fs_dir=fs_dir,
         fs_bytes=fs_bytes or 0,
+        write_policy=write_policy,
+        write_after_uses=values["write_after_uses"] or WRITE_AFTER_USES_DEFAULT,
+        n_read_threads=values["n_read_threads"] or N_READ_THREADS_DEFAULT,
+        n_write_threads=values["n_write_threads"] or N_WRITE_THREADS_DEFAULT,
+        scrub_bytes_per_s=values["scrub_bytes_per_s"] or None,
         hash_seed=seed,
         require_cache_salt=values["require_cache_salt"],
+        eviction_policy=values["eviction_policy"],
         metrics_listen=values["metrics_listen"],
         allow_uids=allow_uids,
         socket_mode=socket_mode,

@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,16 +163,14 @@ def mixed_tokens_per_s(hit_share: float, computed_tokens_per_s: float, loaded_to
 # -- loads ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GpuQueue:
+class GpuQueue(NamedTuple):
     """The engine's own queue, without the request that is asked about. Counts, for a utilisation says too little."""
 
     waiting_count: int = 0
     backlog_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOption:
+class LoadOption(NamedTuple):
     """Load the hit up to `end_token`. `transfer_s` counts only what is not already being loaded for somebody else.
 
     `margin` is how much better it must look, for the estimate's error (`calibration` gives it).
@@ -193,8 +192,7 @@ class LoadReason(enum.StrEnum):
     TIER_SICK = "TIER_SICK"
 
 
-@dataclass(frozen=True, slots=True)
-class LoadDecision:
+class LoadDecision(NamedTuple):
     """`option` None: recompute everything that the GPU does not hold.
 
     The costs are of the whole node, what others wait included: of recomputing, and of each option in the order of its
@@ -254,8 +252,9 @@ def decide_load(
             sick = True
             costs.append((option, math.inf))
             continue
+        rest_s = recompute_s(model, min(option.end_token, prompt_tokens), prompt_tokens)
         cost_s = load_cost_s(
-            recompute_s(model, min(option.end_token, prompt_tokens), prompt_tokens),
+            rest_s,
             gpu,
             load_s=option.transfer_s,
             link_backlog_s=option.link_backlog_s,
@@ -266,8 +265,11 @@ def decide_load(
             costs.append((option, math.inf))
             continue
         costs.append((option, cost_s))
-        # The margin is against recomputing, the sure thing; two options are compared as they are.
-        if cost_s * (1 + option.margin) < recompute_cost_s and cost_s < best_cost_s:
+        # The margin is against recomputing, the sure thing; two options are compared as they are. It is of what the
+        # estimates differ in: what is computed either way would hide a short hit of a long prompt behind its error.
+        either_way_s = rest_s * (1 + gpu.waiting_count)
+        pays = (cost_s - either_way_s) * (1 + option.margin) < recompute_cost_s - either_way_s
+        if pays and cost_s < best_cost_s:
             best, best_cost_s = option, cost_s
     if best is not None:
         reason = LoadReason.LOAD_IS_QUICKER

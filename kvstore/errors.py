@@ -38,7 +38,7 @@ class ConfigurationError(KVStoreError):
 
 
 class SaltRequired(KVStoreError):
-    """The daemon takes no chunk without a tenant (`--require-cache-salt`)."""
+    """The daemon takes no chunk without a tenant (`--require-cache-salt`), or the salt is empty."""
 
 
 class LimitExceeded(KVStoreError):

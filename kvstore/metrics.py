@@ -19,6 +19,15 @@ _TIER_GAUGES = {
     "overhead_bytes": "The table, beside the capacity.",
     "ready_bytes": "cpu: pre-faulted so far, only these can be granted; fs: all of it once its index is read.",
     "chunks": "Committed chunks.",
+    "quarantined_slots": "Slots that held bytes nobody wrote, not used again by this instance.",
+    "unindexed_chunks": "Chunks on disk that a kill now would forget.",
+}
+_BALANCES = {
+    "load_predicted": ("predicted_s", "From the decision to load until the prompt was computed, as predicted."),
+    "load_realised": ("realised_s", "The same, as it was."),
+    "load": ("load_s", "From the decision to load until the load had ended."),
+    "saved": ("saved_s", "What recomputing the loaded chunks would have taken, as estimated."),
+    "regret": ("regret_s", "What was lost by loads that took longer than recomputing would have."),
 }
 _TIER_COUNTERS = {
     "hits": "Chunks loaded from this tier.",
@@ -26,6 +35,7 @@ _TIER_COUNTERS = {
     "evictions": "Chunks dropped by policy.",
     "removals": "Chunks removed because an operator asked.",
     "corruptions": "Chunks removed because their bytes were not theirs.",
+    "scrubbed_chunks": "Chunks read to be checked, and for nothing else.",
     "dropped_stores": "Chunks that should have been written to this tier and were not.",
 }
 
@@ -40,6 +50,26 @@ class DaemonCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from families(self._snapshot())
+
+
+def _admission(stats: admin_pb2.StatsReply) -> Iterator[Metric]:
+    decisions = CounterMetricFamily(
+        "kvstore_decisions", "What engines decided about loading and storing, by reason.", labels=["kind", "reason"]
+    )
+    refused = CounterMetricFamily(
+        "kvstore_refused_chunks", "Chunks of prompts that engines did not store.", labels=["reason"]
+    )
+    for count in stats.decisions:
+        decisions.add_metric([count.kind, count.reason], count.decisions)
+        if count.kind == "store":
+            refused.add_metric([count.reason], count.refused_chunks)
+    yield decisions
+    yield refused
+    for name, (field, text) in _BALANCES.items():
+        seconds = CounterMetricFamily(f"kvstore_{name}_seconds", text, labels=["tier"])
+        for balance in stats.balances:
+            seconds.add_metric([balance.tier], getattr(balance, field))
+        yield seconds
 
 
 def families(stats: admin_pb2.StatsReply) -> Iterator[Metric]:
@@ -57,6 +87,7 @@ def families(stats: admin_pb2.StatsReply) -> Iterator[Metric]:
     for tier in stats.tiers:
         sick.add_metric([tier.name], bool(tier.sick))
     yield sick
+    yield from _admission(stats)
     yield CounterMetricFamily("kvstore_stores", "Commits that made a chunk visible.", value=stats.stores)
     yield CounterMetricFamily(
         "kvstore_failed_loads", "Releases of chunks that were not loaded: failed or never begun.",

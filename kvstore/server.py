@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import errno
 import fcntl
+import gc
 import logging
 import os
 import resource
@@ -23,6 +24,8 @@ import secrets
 import signal
 import socket
 import stat
+import sys
+import time
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
@@ -33,10 +36,18 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvstore import throttle
 from kvstore.attach import ArenaSocket
 from kvstore.config import ServeConfig, grpc_target
 from kvstore.errors import ConfigurationError, LimitExceeded
-from kvstore.limits import DESCRIPTORS_PER_SESSION, HEARTBEAT_INTERVAL_MS, MESSAGE_BYTES_MAX, SESSIONS_MAX
+from kvstore.lastuse import LastUses
+from kvstore.limits import (
+    DESCRIPTORS_PER_SESSION,
+    HEARTBEAT_INTERVAL_MS,
+    MESSAGE_BYTES_MAX,
+    OPERATORS_MAX,
+    SESSIONS_MAX,
+)
 from kvstore.metrics import DaemonCollector
 from kvstore.movement import Movement
 from kvstore.rpc.handover import Memory
@@ -52,6 +63,10 @@ LOCK_FILE = "kvstore.lock"
 INSTANCE_ID_BYTES = 16
 INDEX_KEY_BYTES = 16
 LEASE_SWEEP_S = 1.0
+NOTE_USES_S = 60.0  # so exactly is it known after a kill when a namespace was last used
+THREAD_SWITCH_S = 0.0005
+OLD_COLLECTIONS_APART = 1_000  # collections of the middle generation between two of everything
+WRITE_BACK_INTERVAL_S = 0.05
 DESCRIPTORS_OTHER = 256
 HEALTH_INTERVAL_S = 1.0
 DRAIN_S = 10.0  # how long a stop waits for chunks that are not on disk yet
@@ -80,6 +95,7 @@ class StartFailed(Exception):
 def serve(config: ServeConfig, *, verify: bool = False) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit code; what went wrong is in the log."""
     _raise_descriptor_limit()
+    _keep_pauses_short()
     try:
         with contextlib.ExitStack() as stack:
             group = _shared_group(config)
@@ -105,11 +121,19 @@ def serve(config: ServeConfig, *, verify: bool = False) -> int:
 def _raise_descriptor_limit() -> None:
     """Room for as many sessions as the daemon takes: the usual soft limit holds a third of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS_PER_SESSION * SESSIONS_MAX + DESCRIPTORS_OTHER
+    wanted = DESCRIPTORS_PER_SESSION * (SESSIONS_MAX + OPERATORS_MAX) + DESCRIPTORS_OTHER
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _keep_pauses_short() -> None:
+    """Of the event loop's thread, by the interpreter: a thread that runs Python keeps the lock from others for so long,
+    and the collector looks at every object there is while everybody waits. The tiers' catalogs have no cycles."""
+    sys.setswitchinterval(THREAD_SWITCH_S)
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, OLD_COLLECTIONS_APART)
 
 
 async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory | None, *, verify: bool) -> None:
@@ -127,10 +151,12 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
         index_key=index_key,
         instance_id=instance_id,
         lower_bytes=config.fs_bytes,
+        eviction_policy=config.eviction_policy,
         verify=verify,
     )
     movement = None if directory is None else _movement(config, tier, directory)
     small_files = _Tasks()
+    last_uses = _last_uses(movement, small_files)
     store = Store(
         tier,
         instance_id=instance_id,
@@ -141,8 +167,12 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
         started_ms=clock_ms(),
         movement=movement,
         keep_document=None if movement is None else lambda text: small_files.begin(_keep_namespace(movement.fs, text)),
+        last_uses=last_uses,
         verify=verify,
     )
+    if directory is not None:
+        store.quotas.load(directory.quotas())
+        store.remember_learned(directory.learned())
     arena_socket = ArenaSocket(
         store,
         memory=Memory(tier.arena_bytes, index_key, tenant_key),
@@ -150,27 +180,17 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
         allow_uids=config.allow_uids,
     )
     health_servicer = health.aio.HealthServicer()
-    for name in ("", *_SERVICES):
-        await health_servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-    server = _grpc_server(store, arena_socket, health_servicer)
+    await _say_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+    server = _grpc_server(store, arena_socket, health_servicer, _admin(store, movement))
     metrics = _start_metrics(config, lambda: _snapshot(loop, store))
 
-    def sweep() -> None:
-        store.expire_leases(clock_ms())
-        arena_socket.sweep()
-
-    beating = [
-        asyncio.create_task(_every(HEARTBEAT_INTERVAL_MS / 1000, store.heartbeat)),
-        asyncio.create_task(_every(LEASE_SWEEP_S, sweep)),
-    ]
+    beating = _in_background(store, arena_socket)
     if movement is not None:
         movement.fs.start()
-        beating.append(asyncio.create_task(_warm(movement, store)))
-        beating.append(asyncio.create_task(_say_fs_health(movement.fs, health_servicer)))
+        beating += _in_background_of(movement, store, last_uses, health_servicer)
     try:
         await _open_sockets(config, group, server, arena_socket)
-        for name in ("", *_SERVICES):
-            await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await _say_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
         tier.start_prefault(lambda nbytes: _tell(loop, tier.set_ready, nbytes))
         print(f"kvstore ready endpoint={config.endpoint}", flush=True)
         _notify_systemd("READY=1")
@@ -182,6 +202,7 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
         await health_servicer.enter_graceful_shutdown()
         for task in beating:
             task.cancel()
+        store.note_uses()
         arena_socket.close()
         await server.stop(STOP_GRACE_S)
         if metrics is not None:
@@ -189,11 +210,33 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
             metrics.server_close()
         await small_files.end()
         if movement is not None:
-            await _close_fs(movement, config)
+            await _close_fs(movement, config, store.learned())
         tier.close()
         for path in (config.grpc_path, config.arena_path):
             if path.is_socket():
                 path.unlink()
+
+
+def _in_background(store: Store, arena_socket: ArenaSocket) -> list[asyncio.Task[None]]:
+    def sweep() -> None:
+        store.expire_leases(clock_ms())
+        arena_socket.sweep()
+
+    return [
+        asyncio.create_task(_every(HEARTBEAT_INTERVAL_MS / 1000, store.heartbeat)),
+        asyncio.create_task(_every(LEASE_SWEEP_S, sweep)),
+        asyncio.create_task(_every(NOTE_USES_S, store.note_uses)),
+    ]
+
+
+def _in_background_of(
+    movement: Movement, store: Store, last_uses: LastUses, health_servicer: health.aio.HealthServicer
+) -> list[asyncio.Task[None]]:
+    return [
+        asyncio.create_task(_warm(movement, store, last_uses)),
+        asyncio.create_task(_every(WRITE_BACK_INTERVAL_S, movement.tick)),
+        asyncio.create_task(_say_fs_health(movement.fs, health_servicer)),
+    ]
 
 
 async def _open_sockets(
@@ -212,7 +255,25 @@ async def _open_sockets(
             path.chmod(config.socket_mode)
 
 
-def _grpc_server(store: Store, arena_socket: ArenaSocket, health_servicer: object) -> grpc.aio.Server:
+def _last_uses(movement: Movement | None, small_files: "_Tasks") -> LastUses:
+    if movement is None:
+        return LastUses(time.time)
+    return LastUses(time.time, lambda namespace: small_files.begin(_note_use(movement.fs, namespace)))
+
+
+def _admin(store: Store, movement: Movement | None) -> Admin:
+    async def keep_quotas() -> None:
+        if movement is not None:
+            await movement.fs.keep_quotas(store.quotas.kept())
+
+    async def drop_namespace(namespace: bytes) -> None:
+        if movement is not None:
+            await movement.fs.drop_namespace(namespace)
+
+    return Admin(store, keep_quotas=keep_quotas, drop_namespace=drop_namespace)
+
+
+def _grpc_server(store: Store, arena_socket: ArenaSocket, health_servicer: object, admin: Admin) -> grpc.aio.Server:
     server = grpc.aio.server(
         interceptors=(TokenInterceptor(store),),
         options=(
@@ -223,27 +284,47 @@ def _grpc_server(store: Store, arena_socket: ArenaSocket, health_servicer: objec
     )
     store_pb2_grpc.add_SessionsServicer_to_server(Sessions(store, arena_socket), server)
     store_pb2_grpc.add_ChunksServicer_to_server(Chunks(store), server)
-    admin_pb2_grpc.add_AdminServicer_to_server(Admin(store), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server
 
 
 def _movement(config: ServeConfig, tier: CpuTier, directory: FsDirectory) -> Movement:
-    regions = [(tier.arena.address, tier.arena.nbytes)]
-    return Movement(tier, FsTier(directory, FsOptions(fs_bytes=config.fs_bytes), regions=regions), clock_ms)
+    options = FsOptions(
+        fs_bytes=config.fs_bytes,
+        n_read_threads=config.n_read_threads,
+        n_write_threads=config.n_write_threads,
+        scrub_bytes_per_s=config.scrub_bytes_per_s,
+    )
+    movement = Movement(
+        tier,
+        FsTier(directory, options, regions=[(tier.arena.address, tier.arena.nbytes)]),
+        clock_ms,
+        policy=config.write_policy,
+        write_after_uses=config.write_after_uses,
+    )
+    if rate_file := os.environ.get(throttle.VARIABLE):
+        movement.throttle = throttle.Throttle(Path(rate_file))
+    return movement
 
 
-async def _close_fs(movement: Movement, config: ServeConfig) -> None:
+async def _close_fs(movement: Movement, config: ServeConfig, learned: dict[str, dict[str, str]]) -> None:
+    try:
+        await asyncio.wait_for(movement.fs.keep_learned(learned), STOP_GRACE_S)
+    except (LimitExceeded, OSError, TimeoutError) as error:
+        _log.warning("what engines learned of their speed is not kept in %s: %s", config.fs_dir, error)
     if not await movement.drain(DRAIN_S):
         _log.warning("not everything could be written to %s in %g s", config.fs_dir, DRAIN_S)
     if not await movement.fs.close():
         _log.warning("I/O in %s has not returned; the next start reads every header", config.fs_dir)
 
 
-async def _warm(movement: Movement, store: Store) -> None:
+async def _warm(movement: Movement, store: Store, last_uses: LastUses) -> None:
     await movement.show_found()
+    gc.freeze()  # what is found at the start stays, and would be looked at each time
     try:
+        last_uses.load(await movement.fs.last_uses())
         store.remember(await movement.fs.namespaces())
     except OSError as error:
         _log.warning("the namespaces of earlier runs cannot be read: %s", error)
@@ -255,6 +336,18 @@ async def _keep_namespace(fs: FsTier, document: str) -> None:
         await fs.keep_namespace(document)
     except (LimitExceeded, OSError) as error:
         _log.warning("a namespace's document is not kept on disk, its chunks are: %s", error)
+
+
+async def _note_use(fs: FsTier, namespace: bytes) -> None:
+    with contextlib.suppress(OSError):  # it is noted again before long
+        await fs.ready()
+        await fs.note_use(namespace)
+
+
+async def _say_health(health_servicer: health.aio.HealthServicer, status: int) -> None:
+    """Of all services but the one that stands for the fs tier."""
+    for name in ("", *_SERVICES):
+        await health_servicer.set(name, status)
 
 
 async def _say_fs_health(fs: FsTier, health_servicer: health.aio.HealthServicer) -> None:

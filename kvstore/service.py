@@ -18,7 +18,7 @@ from typing import NoReturn, TypeVar, cast
 import grpc
 
 from kvstore.attach import ArenaSocket
-from kvstore.errors import KVStoreError, NotAllowed, ProtocolError, Unavailable
+from kvstore.errors import KVStoreError, LimitExceeded, NotAllowed, ProtocolError, Unavailable
 from kvstore.limits import PROBLEMS_SHOWN_MAX, TOKEN_METADATA_KEY
 from kvstore.rpc.status import ERROR_METADATA_KEY, STATUS_OF, wire_class_of
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
@@ -27,8 +27,10 @@ from kvstore.tiers.base import Removed
 
 _OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
 
+CHECK_DATA_TELLS_MS = 200
+
 _Reply = TypeVar("_Reply")
-_Page = TypeVar("_Page", admin_pb2.NamespacesPage, admin_pb2.UsagePage, admin_pb2.ChunksPage)
+_Page = TypeVar("_Page", admin_pb2.NamespacesPage, admin_pb2.UsagePage, admin_pb2.ChunksPage, admin_pb2.QuotasPage)
 _log = logging.getLogger(__name__)
 
 
@@ -141,10 +143,21 @@ class Chunks(store_pb2_grpc.ChunksServicer):  # type: ignore[misc]
 
 
 class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
-    """Long answers are made in slices, each a millisecond at the most (`Check` apart); other calls run in between."""
+    """Long answers are made in slices, each a millisecond at the most (`Check` apart); other calls run in between.
 
-    def __init__(self, store: Store) -> None:
+    `keep_quotas` and `drop_namespace` write to disk, where there is a tier for it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        keep_quotas: Callable[[], Awaitable[None]],
+        drop_namespace: Callable[[bytes], Awaitable[None]],
+    ) -> None:
         self._store = store
+        self._keep_quotas = keep_quotas
+        self._drop_namespace = drop_namespace
 
     async def Stats(self, _: admin_pb2.StatsRequest, context: grpc.aio.ServicerContext) -> admin_pb2.StatsReply:
         await self._require_operator(context)
@@ -166,6 +179,11 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         self, request: admin_pb2.RemoveRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.RemoveReply:
         session = await self._require_operator(context)
+        return await self._remove(session, request, context)
+
+    async def _remove(
+        self, session: Session, request: admin_pb2.RemoveRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.RemoveReply:
         removal = await _answer(context, lambda: self._store.begin_removal(request, clock_ms()))
         reply = admin_pb2.RemoveReply()
         if removal is not None:
@@ -201,6 +219,62 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
             reply.by_tier.add(tier="fs", chunks=removed.chunks, bytes=removed.nbytes)
         return reply
 
+    async def SetQuota(
+        self, request: admin_pb2.SetQuotaRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.RemoveReply:
+        session = await self._require_operator(context)
+        excess = await _answer(context, lambda: self._store.set_quota(request))
+        try:
+            await self._keep_quotas()
+        except (OSError, LimitExceeded) as error:
+            text = f"the quota holds until the daemon stops, but could not be kept for the next one: {error}"
+            await _abort(context, STATUS_OF[Unavailable], text, Unavailable.__name__)
+        reply = admin_pb2.RemoveReply()
+        for removal in excess:
+            reply.by_tier.extend((await self._remove(session, removal, context)).by_tier)
+        return reply
+
+    async def Quotas(self, request: admin_pb2.QuotasRequest, context: grpc.aio.ServicerContext) -> None:
+        await self._require_operator(context)
+        await _write_pages(context, self._store.quota_pages(request.what))
+
+    async def Collect(self, request: admin_pb2.CollectRequest, context: grpc.aio.ServicerContext) -> None:
+        session = await self._require_operator(context)
+        there: dict[bytes, dict[str, admin_pb2.TierRemoval]] = {}
+        for documents in self._store.namespaces():
+            there |= {row.namespace_id: {} for row in documents.namespaces}
+            await asyncio.sleep(0)
+        for page in self._store.usage(admin_pb2.Selection()):
+            for row in page.usage:
+                by_tier = there.setdefault(row.namespace_id, {})
+                total = by_tier.setdefault(row.tier, admin_pb2.TierRemoval(tier=row.tier))
+                total.chunks += row.chunks
+                total.bytes += row.bytes
+            await asyncio.sleep(0)
+        for namespace, by_tier in sorted(there.items()):
+            unused_s = self._store.unused_s(namespace)  # only now: somebody may have come meanwhile
+            if unused_s is None or unused_s * 1000 < request.unused_ms:
+                continue
+            document = self._store.document(namespace)
+            removed = list(by_tier.values())
+            if not request.dry_run:
+                removal = admin_pb2.RemoveRequest(what=admin_pb2.Selection(namespace_id=namespace))
+                removed = list((await self._remove(session, removal, context)).by_tier)
+                if self._store.unused_s(namespace) is not None:
+                    self._store.forget_namespace(namespace)
+                    await self._drop_namespace(namespace)
+            await context.write(
+                admin_pb2.CollectedNamespace(
+                    namespace_id=namespace, document=document, unused_s=unused_s, by_tier=removed
+                )
+            )
+
+    async def Explain(
+        self, request: admin_pb2.ExplainRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ExplainReply:
+        await self._require_operator(context)
+        return await _answer(context, lambda: self._store.explain(request, clock_ms()))
+
     async def Check(self, _: admin_pb2.CheckRequest, context: grpc.aio.ServicerContext) -> admin_pb2.CheckReply:
         await self._require_operator(context)
         problems = await _answer(context, self._store.problems)
@@ -208,6 +282,22 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         if len(shown) < len(problems):
             shown.append(f"and {len(problems) - len(shown)} more")
         return admin_pb2.CheckReply(problems=shown)
+
+    async def CheckData(self, request: admin_pb2.CheckDataRequest, context: grpc.aio.ServicerContext) -> None:
+        session = await self._require_operator(context)
+        page = admin_pb2.CheckDataPage()
+        told_ms = clock_ms()
+        async for problem in self._store.check_data(request.bytes_per_s or None):
+            page.chunks_read += 1
+            page.problems.extend(() if problem is None else (problem,))
+            if page.problems or clock_ms() - told_ms > CHECK_DATA_TELLS_MS:
+                page.chunks = max(page.chunks_read, self._store.chunks_on_disk())
+                await context.write(page)
+                page = admin_pb2.CheckDataPage(chunks_read=page.chunks_read)
+                told_ms = clock_ms()
+        page.chunks = page.chunks_read
+        await context.write(page)
+        _log.info("pid %d of uid %d had %d chunks on disk read", session.pid, session.uid, page.chunks_read)
 
     async def _require_operator(self, context: grpc.aio.ServicerContext) -> Session:
         return await _answer(context, lambda: _operator(_caller(self._store, context)))

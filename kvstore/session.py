@@ -25,16 +25,26 @@ import grpc
 
 from kvstore._native import Arena, Table
 from kvstore.config import endpoint_paths, grpc_target
-from kvstore.errors import KVStoreError, NamespaceMismatch, NotAllowed, ProtocolError, Unavailable
+from kvstore.errors import ConfigurationError, KVStoreError, NamespaceMismatch, NotAllowed, ProtocolError, Unavailable
 from kvstore.limits import MESSAGE_BYTES_MAX, TOKEN_METADATA_KEY
 from kvstore.namespace import canonical_json, seed_fingerprint, seed_problem
 from kvstore.premap import Premapping
-from kvstore.rpc.handover import FDS_PER_PACKET, PACKET_BYTES_MAX, Hello, Memory, Packet, Refusal, decode
+from kvstore.rpc.handover import (
+    FDS_PER_PACKET,
+    GOODBYE,
+    PACKET_BYTES_MAX,
+    Hello,
+    Memory,
+    Packet,
+    Refusal,
+    decode,
+)
 from kvstore.rpc.status import error_of
 from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
 from kvstore.tenant import tenant_id
 
 WATCHER_JOIN_S = 5.0
+QUEUE_FULL_POLL_S = 0.01
 
 
 class Role(enum.Enum):
@@ -121,7 +131,7 @@ class Session:
             sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             sock.settimeout(timeout_s)
             try:
-                sock.connect(os.fspath(arena_path))
+                _connect(sock, os.fspath(arena_path), deadline_s)
                 sock.settimeout(_left_s(deadline_s))
                 hello = _expect(sock, Hello)[0]
                 assert isinstance(hello, Hello)
@@ -207,7 +217,7 @@ class Session:
             )
 
     def close(self) -> None:
-        """End streams and copies, unmap, then close the socket: the daemon sees the end only after the last copy."""
+        """End streams and copies, unmap, then say goodbye: the daemon sees the end only after the last copy."""
         if os.getpid() != self._pid:
             return  # the parent's to close; the child's copy of the socket is closed already
         with self._lock:
@@ -224,6 +234,8 @@ class Session:
         if self._arena is not None:
             self._arena.close()
         self.channel.close()
+        with contextlib.suppress(OSError):  # the daemon has gone, or has hung up
+            self._sock.send(GOODBYE, socket.MSG_DONTWAIT)
         self._sock.close()
         os.close(self._wake_send)
         os.close(self._wake_receive)
@@ -294,13 +306,27 @@ def _attach_request(attachment: Attachment) -> store_pb2.AttachRequest:
                     f"the namespace says {field} {attachment.namespace[field]!r}, and the session {value!r}; leave the "
                     "field out, the session adds it"
                 )
-        request.namespace_document = canonical_json({**attachment.namespace, **added})
+        try:
+            request.namespace_document = canonical_json({**attachment.namespace, **added})
+        except TypeError as error:
+            raise ConfigurationError(f"the namespace: {error}") from None
     return request
 
 
 def _left_s(deadline_s: float) -> float:
     """Never 0, which a socket takes for "do not wait at all"."""
     return max(0.001, deadline_s - time.monotonic())
+
+
+def _connect(sock: socket.socket, path: str, deadline_s: float) -> None:
+    """OSError, Unavailable. A listener whose queue is full answers EAGAIN at once, whatever the time-out."""
+    while True:
+        try:
+            return sock.connect(path)
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                raise Unavailable(f"too many processes are connecting to {path} at once; try again") from None
+            time.sleep(QUEUE_FULL_POLL_S)
 
 
 def _expect(sock: socket.socket, kind: type[Packet]) -> tuple[Packet, list[int]]:

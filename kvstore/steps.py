@@ -10,6 +10,7 @@ the daemon dies the session says so: `broken` is True, everything queued is drop
 this process dies, the daemon takes its grants back once the process has ended.
 
 Bounds: at most QUEUED_OPERATIONS_MAX operations are queued; then touches are dropped first, and commits become aborts.
+Of decisions the newest DECISIONS_QUEUED_MAX wait to be sent; the daemon only remembers them for a person to ask.
 Aborts, releases and commits that a caller waits for are never dropped: their number is bounded by the grants and leases
 held, and by what one call takes.
 """
@@ -19,15 +20,17 @@ import itertools
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
 import grpc
 
+from kvstore.decisions import Decision
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.limits import (
+    DECISIONS_PER_STEP_MAX,
     GRANTS_IDLE_S,
     LEASE_MS,
     OPERATIONS_PER_STEP_MAX,
@@ -40,6 +43,8 @@ from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
 from kvstore.session import GroupState, Session
 
 QUEUED_OPERATIONS_MAX = 16_384
+DECISIONS_QUEUED_MAX = 1_024
+READS_KEPT = 256  # reports that nobody has taken, the newest
 OUTCOMES_KEPT = 65_536  # of commits that nobody waits for, the newest so many
 RENEW_LEASES_S = LEASE_MS / 1000 / 3
 RECONNECT_BACKOFF_MIN_S, RECONNECT_BACKOFF_MAX_S = 0.01, 1.0
@@ -70,10 +75,30 @@ class _Commit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class _Touch:
+    tenant: bytes
+    keys: Sequence[bytes]
+    again: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Unanswered:
     request: store_pb2.StepRequest
     tickets: list[int]
     promote: int  # the last call of `promote` that is in it or before it
+
+
+@dataclass(slots=True)
+class _News:
+    """What admission and the daemon tell each other beside the work itself."""
+
+    decisions: OrderedDict[int, Decision] = field(default_factory=OrderedDict)  # to be sent, by number
+    learning: str = ""
+    learned: dict[str, str] = field(default_factory=dict)  # to be sent
+    learned_wanted: bool = False
+    learned_there: dict[str, str] = field(default_factory=dict)  # as the daemon sent it
+    reads: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=READS_KEPT))
+    cpu_full: bool = False
 
 
 class Steps:
@@ -90,19 +115,20 @@ class Steps:
         self._aborts: deque[Ref] = deque()
         self._releases: deque[tuple[Ref, bool, bool]] = deque()
         self._leases: dict[Ref, None] = {}  # to be taken or renewed
-        self._touches: deque[tuple[bytes, Sequence[bytes]]] = deque()  # pieces that fit a message, the tail's first
-        self._promotes: deque[tuple[bytes, Sequence[bytes], int]] = deque()  # each with the number of its call
+        self._touches: deque[_Touch] = deque()  # pieces that fit a message, the tail's first
+        self._promotes: deque[tuple[bytes, Sequence[bytes], int, bool]] = deque()  # with the call's number; waited for?
         self._promotes_asked = 0  # calls
         self._promotes_sent = 0
         self._promotes_answered = 0
         self._operations = 0  # in the queues above
-        self._misses = 0
+        self._misses: deque[int] = deque()  # not guarded: a deque's append and popleft are whole by themselves
         self._wanted = 0
         self._tails: set[Ref] = set()
         self._probe: store_pb2.Probe | None = None
         self._fresh = False
         self._ping = False
         self._flushing = False
+        self._news = _News()
 
         self._held: dict[Ref, int] = {}  # leases held, with how many users each has here
         self._renew_at_s = time.monotonic() + RENEW_LEASES_S
@@ -145,12 +171,14 @@ class Steps:
 
     def keep_grants(self, *, keep: bool) -> None:
         """While a caller still expects to store, its grants are not given back for idleness: one step of an engine that
-        reads a long prompt lasts longer than that."""
+        reads a long prompt lasts longer than that. Called by one thread, and by that in every step: hence no lock where
+        nothing changes."""
+        if keep is self._keeping_grants:
+            return
         with self._lock:
-            if keep is not self._keeping_grants:
-                self._keeping_grants = keep
-                self._grants_used_s = time.monotonic()
-                self._changed.notify_all()
+            self._keeping_grants = keep
+            self._grants_used_s = time.monotonic()
+            self._changed.notify_all()
 
     def return_grants(self) -> None:
         """Give back those that arrived and were not taken."""
@@ -237,24 +265,27 @@ class Steps:
             self._releases.append((ref, loaded, promoted))
             self._operations += 1
 
-    def touch(self, tenant: bytes, keys: Sequence[bytes]) -> None:
-        """The chain was used: head first. Dropped when the queue is full."""
+    def touch(self, tenant: bytes, keys: Sequence[bytes], *, again: int = 0) -> None:
+        """The chain was used: head first. Dropped when the queue is full. `again`: so many of its keys, from the head,
+        the same request used before, by a touch or a commit; this is no further use of those."""
         with self._lock:
             if not self._accepting() or self._operations + len(keys) > QUEUED_OPERATIONS_MAX:
                 return
-            ends = range(len(keys), 0, -OPERATIONS_PER_STEP_MAX)
-            self._touches.extend((tenant, keys[max(0, end - OPERATIONS_PER_STEP_MAX) : end]) for end in ends)
+            for end in range(len(keys), 0, -OPERATIONS_PER_STEP_MAX):
+                begin = max(0, end - OPERATIONS_PER_STEP_MAX)
+                self._touches.append(_Touch(tenant, keys[begin:end], min(max(0, again - begin), end - begin)))
             self._operations += len(keys)
 
-    def promote(self, tenant: bytes, keys: Sequence[bytes]) -> int:
+    def promote(self, tenant: bytes, keys: Sequence[bytes], *, waited: bool = True) -> int:
         """Ask for at most PROMOTES_PER_ROUND chunks that only the fs tier has, head first. Once `promotes_answered` has
         reached the number returned, the table shows PENDING or CPU for those that are coming; the others are not.
-        Dropped when the queue is full."""
+        Dropped when the queue is full. `waited` False: nobody waits for them, or waits any more, so the daemon keeps
+        no lease on what lands."""
         assert len(keys) <= PROMOTES_PER_ROUND, f"{len(keys)} chunks to be promoted in one round"
         with self._lock:
             self._promotes_asked += 1
             if self._accepting() and self._operations + len(keys) <= QUEUED_OPERATIONS_MAX:
-                self._promotes.append((tenant, keys, self._promotes_asked))
+                self._promotes.append((tenant, keys, self._promotes_asked, waited))
                 self._operations += len(keys)
             return self._promotes_asked
 
@@ -263,16 +294,55 @@ class Steps:
         return self._promotes_answered
 
     def miss(self, count: int) -> None:
-        """So many chunks were looked for and are in no tier."""
-        with self._lock:
-            if self._accepting():
-                self._misses += count
+        """So many chunks were looked for and are in no tier. Never waits, not even for the lock: a lookup ends here."""
+        if count and self._accepting():
+            self._misses.append(count)
 
     def probe(self, engine_family: str, hash_algorithm: str, value: bytes) -> None:
         """The engine's hash of the fixed token list; a refusal arrives as the group's state."""
         with self._lock:
             if self._accepting():
                 self._probe = store_pb2.Probe(engine_family=engine_family, hash_algorithm=hash_algorithm, value=value)
+
+    def tell(self, decision: Decision) -> None:
+        """For whoever asks the daemon about it: sent as it is when its message is made. Told again: sent again."""
+        with self._lock:
+            if not self._accepting():
+                return
+            self._news.decisions[decision.number] = decision
+            while len(self._news.decisions) > DECISIONS_QUEUED_MAX:
+                self._news.decisions.popitem(last=False)
+
+    def ask_learned(self, learning: str) -> None:
+        """Have the daemon send what engines like this one (`learning` says how it is) have learned."""
+        with self._lock:
+            if self._accepting():
+                self._news.learning, self._news.learned_wanted = learning, True
+
+    def learn(self, learned: Mapping[str, str]) -> None:
+        """Have the daemon keep it for the next such engine: documents by name, newer ones replace older ones."""
+        with self._lock:
+            if self._accepting():
+                self._news.learned.update(learned)
+
+    def take_learned(self) -> dict[str, str]:
+        """What has come since the last call."""
+        with self._lock:
+            learned, self._news.learned_there = self._news.learned_there, {}
+            return learned
+
+    def take_reads(self) -> list[tuple[int, float]]:
+        """Chunks read from disk for this group since the last call, those of one request together, and the seconds from
+        its arrival until the last of them had landed."""
+        with self._lock:
+            reads = list(self._news.reads)
+            self._news.reads.clear()
+            return reads
+
+    @property
+    def cpu_full(self) -> bool:
+        """As of the last answer: what is stored displaces something."""
+        return self._news.cpu_full
 
     def fresh_namespace(self) -> None:
         """Leave all chunks of before behind. Slots granted before end as aborts, whatever is committed to them."""
@@ -284,6 +354,8 @@ class Steps:
     def flush(self) -> None:
         """Have everything queued sent. Returns at once."""
         self._session.require_own_process()
+        if not self._anything_queued():  # what this thread has queued it sees without the lock
+            return
         with self._lock:
             self._flush()
 
@@ -355,7 +427,15 @@ class Steps:
 
     def _anything_queued(self) -> bool:
         return bool(
-            self._operations or self._misses or self._wanted or self._probe is not None or self._fresh or self._ping
+            self._operations
+            or self._misses
+            or self._wanted
+            or self._probe is not None
+            or self._fresh
+            or self._ping
+            or self._news.decisions
+            or self._news.learned
+            or self._news.learned_wanted
         )
 
     def _flush(self) -> None:
@@ -397,7 +477,7 @@ class Steps:
             self._operations += 1
 
     def _drop_touches(self) -> None:
-        self._operations -= sum(len(keys) for _, keys in self._touches)
+        self._operations -= sum(len(touch.keys) for touch in self._touches)
         self._touches.clear()
 
     def _return_grants(self) -> None:
@@ -464,14 +544,21 @@ class Steps:
             number=self._number,
             instance_id=self._session.instance_id,
             grants_wanted=self._wanted,
-            misses=self._misses,
+            misses=sum(self._misses.popleft() for _ in range(len(self._misses))),
             probe=self._probe,
             fresh_namespace=self._fresh,
             tails=map(_slot_ref, self._tails),
         )
+        while self._news.decisions and len(request.decisions) < DECISIONS_PER_STEP_MAX:
+            request.decisions.append(self._news.decisions.popitem(last=False)[1].message())
+        if self._news.learned or self._news.learned_wanted:
+            request.learning, request.learned_wanted = self._news.learning, self._news.learned_wanted
+            for name, document in self._news.learned.items():
+                request.learned.add(name=name, document=document)
+            self._news.learned, self._news.learned_wanted = {}, False
         if self._fresh:
             self._fresh_number = self._number
-        self._wanted = self._misses = 0
+        self._wanted = 0
         self._tails.clear()
         self._probe, self._fresh, self._ping = None, False, False
 
@@ -495,13 +582,13 @@ class Steps:
             del self._leases[ref]
             request.leases.append(_slot_ref(ref))
             room -= 1
-        while self._touches and len(self._touches[0][1]) <= room:
-            tenant, keys = self._touches.popleft()
-            request.touches.add(tenant=tenant, keys=keys)
-            room -= len(keys)
+        while self._touches and len(self._touches[0].keys) <= room:
+            touch = self._touches.popleft()
+            request.touches.add(tenant=touch.tenant, keys=touch.keys, again=touch.again)
+            room -= len(touch.keys)
         while self._promotes and len(self._promotes[0][1]) <= room:
-            tenant, keys, _ = self._promotes.popleft()
-            request.promotes.add(tenant=tenant, keys=keys)
+            tenant, keys, _, waited = self._promotes.popleft()
+            request.promotes.add(tenant=tenant, keys=keys, unwaited=not waited)
             room -= len(keys)
         # When none is left, also those that were dropped.
         self._promotes_sent = self._promotes[0][2] - 1 if self._promotes else self._promotes_asked
@@ -548,6 +635,9 @@ class Steps:
                 for ticket, outcome in zip(unanswered.tickets, outcomes, strict=True):
                     self._settle_ticket(ticket, outcome)
                 self._promotes_answered = unanswered.promote
+                self._news.cpu_full = reply.cpu_full
+                self._news.reads.extend((read.chunks, read.seconds) for read in reply.reads)
+                self._news.learned_there.update((learned.name, learned.document) for learned in reply.learned)
                 self._grants_coming -= request.grants_wanted
                 if request.grants_wanted:
                     self._grants_short = Outcome(reply.grants_short)
@@ -584,13 +674,16 @@ class Steps:
             self._touches,
             self._promotes,
             self._grants,
+            self._misses,
         ):
             queue.clear()
         self._leases.clear()
         self._held.clear()
         self._tails.clear()
+        self._news.decisions.clear()
+        self._news.learned, self._news.learned_wanted = {}, False
         self._unanswered.clear()
-        self._operations = self._misses = self._wanted = self._grants_coming = 0
+        self._operations = self._wanted = self._grants_coming = 0
         self._probe, self._fresh, self._ping, self._flushing = None, False, False, False
         self._changed.notify_all()
 

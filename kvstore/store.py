@@ -5,8 +5,8 @@ When the daemon dies all of this is gone with its instance id, and every referen
 the next daemon. When an attached process dies, `hang_up` and `process_ended` say so, in either order.
 
 Invariants, each kept after every call:
-* A grant belongs to one group and ends in commit or abort, or when every process of the group has ended. Neither time
-  nor a hang-up ends one.
+* A grant belongs to one group and ends in commit or abort, or when every process of the group has ended or said
+  goodbye. Neither time nor a hang-up ends one.
 * `Group.granted` holds exactly the grants that the Index holds for that group.
 * A commit makes a chunk visible only when its reference is granted to the group that sends it, in the namespace the
   group had when it was granted, and the group is not refused.
@@ -26,13 +26,14 @@ Invariants, each kept after every call:
 import itertools
 import json
 import secrets
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from kvstore import limits
-from kvstore._native import STORED, Index, Removal, class_bytes
+from kvstore._native import CPU, FS, PENDING, STORED, Index, Removal, class_bytes
+from kvstore.decisions import REFUSED_PREFIX_BYTES
 from kvstore.errors import (
     BadKey,
     LimitExceeded,
@@ -42,8 +43,11 @@ from kvstore.errors import (
     SeedMismatch,
     Unavailable,
 )
+from kvstore.explanations import Explanations
+from kvstore.lastuse import LastUses
 from kvstore.movement import OWN_GROUP, Movement
 from kvstore.namespace import NAMESPACE_ID_BYTES, canonical_json, differing_fields, digest, seed_fingerprint
+from kvstore.quotas import CPU_TIER, Quotas
 from kvstore.rpc.v1 import admin_pb2, store_pb2
 from kvstore.tenant import TENANT_ID_BYTES, tenant_id
 from kvstore.tiers.base import ChunkId, Removed, Scope
@@ -53,8 +57,8 @@ TOKEN_BYTES = 32
 SEED_FIELD = "seed_fingerprint"
 CHUNK_BYTES_FIELD = "chunk_bytes"
 EPOCH_FIELD = "epoch"
+TIER = CPU_TIER
 CLIENT_GROUP_PREFIX = "client-"  # of the names that the daemon gives; nobody can join such a group
-TIER = "cpu"
 GRANTED_SHARE_OF_ARENA = 4  # all groups together: a quarter
 
 _REJECTED_TIER_FULL = store_pb2.OUTCOME_REJECTED_TIER_FULL
@@ -106,6 +110,8 @@ class Group:
     sessions: set[Session] = field(default_factory=set)  # connected
     processes: set[Session] = field(default_factory=set)  # of processes that have not ended, connected or not
     granted: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> (generation, epoch when granted)
+    # Reads from disk that nobody was told of: chunks, seconds.
+    reads: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=limits.READS_UNTOLD_MAX))
 
     def workers(self) -> list[Session]:
         ranked = [session for session in self.sessions if session.role == store_pb2.ROLE_WORKER]
@@ -138,10 +144,12 @@ class Store:
         started_ms: int,
         movement: Movement | None = None,
         keep_document: Callable[[str], None] | None = None,
+        last_uses: LastUses | None = None,
         verify: bool = False,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
-        """`movement` None: there is no fs tier. `keep_document` is told of every namespace that is new here."""
+        """`movement` None: there is no fs tier. `keep_document` is told of every namespace that is new here.
+        `last_uses` None: nobody asks."""
         self.instance_id = instance_id
         self.index_key = index_key
         self.tenant_key = tenant_key
@@ -153,7 +161,13 @@ class Store:
         self._unsalted = tenant_id(tenant_key, None)
         self._started_ms = started_ms
         self._movement = movement
+        if movement is not None:
+            movement.on_read = self._was_read
+        self.explanations = Explanations()
+        self._learned: OrderedDict[str, dict[str, str]] = OrderedDict()  # how an engine is -> document by name
         self._document_is_new = keep_document
+        self._last_uses = last_uses or LastUses(lambda: 0.0)
+        self.quotas = Quotas(tier.index, None if movement is None else movement.fs)
         self._verify = verify
         self._random_bytes = random_bytes
 
@@ -174,14 +188,17 @@ class Store:
 
     def connect(self, *, pid: int, uid: int) -> Session:
         """A process has connected to arena.sock and may be here. LimitExceeded."""
-        if len(self._sessions) >= limits.SESSIONS_MAX:
-            raise LimitExceeded(
-                f"{len(self._sessions)} processes are attached, and this daemon takes {limits.SESSIONS_MAX}; "
-                "see `kvstore stats` for who they are"
-            )
+        if len(self._sessions) >= limits.SESSIONS_MAX + limits.OPERATORS_MAX:
+            raise self._too_many_sessions()
         session = Session(self._random_bytes(TOKEN_BYTES), pid, uid)
         self._sessions[session.token] = session
         return session
+
+    def _too_many_sessions(self) -> LimitExceeded:
+        return LimitExceeded(
+            f"this daemon takes {limits.SESSIONS_MAX} processes, and so many are attached; see `kvstore ls sessions` "
+            "for who they are"
+        )
 
     def session(self, token: bytes) -> Session | None:
         session = self._sessions.get(token)
@@ -197,6 +214,8 @@ class Store:
         if request.role == store_pb2.ROLE_ADMIN:
             session.role = request.role
             return
+        if len(self._sessions) > limits.SESSIONS_MAX:  # this one included: the places beyond are for operators
+            raise self._too_many_sessions()
         if request.role not in (store_pb2.ROLE_CLIENT, store_pb2.ROLE_SCHEDULER, store_pb2.ROLE_WORKER):
             raise ProtocolError(f"role {request.role} is unknown to this daemon")
         self._require_seed(request)
@@ -244,6 +263,7 @@ class Store:
         if group is None:
             del self._sessions[session.token]
             return
+        self._last_uses.used(_namespaces_of([group]))
         group.sessions.discard(session)
         if not group.sessions:
             self._index.end_leases(group.number)
@@ -253,7 +273,8 @@ class Store:
         self._forget_if_done(group)
 
     def process_ended(self, session: Session) -> None:
-        """The process has ended, as its pidfd says, or has rested long enough where nothing can watch it."""
+        """The process has ended, as its pidfd says, or has rested long enough where nothing can watch it; or it has
+        said goodbye, and writes no more."""
         self.hang_up(session)
         group = session.group
         if group is None or session not in group.processes:
@@ -309,13 +330,26 @@ class Store:
             self._index.lease(group.number, refs, now_ms + limits.LEASE_MS)
         if not group.refused:
             for chain in request.touches:
-                self._index.touch(group.namespace, chain.tenant, list(chain.keys), now_ms)
+                self._index.touch(group.namespace, chain.tenant, list(chain.keys), now_ms, again=chain.again)
                 if self._movement is not None:
                     self._movement.touched(group.namespace, chain.tenant, chain.keys)
         if self._movement is not None and group.complete() and not group.refused:
             for chain in request.promotes:
-                self._movement.promote(group.number, group.namespace, chain.tenant, chain.keys, group.chunk_bytes)
+                self._movement.promote(
+                    group.number,
+                    group.namespace,
+                    chain.tenant,
+                    chain.keys,
+                    group.chunk_bytes,
+                    waited=not chain.unwaited,
+                )
         self._misses += request.misses
+        self.explanations.told(group.name, group.namespace, request.decisions, now_ms)
+        self._learn(request, reply)
+        while group.reads:
+            chunks, seconds = group.reads.popleft()
+            reply.reads.add(chunks=chunks, seconds=seconds)
+        reply.cpu_full = self._is_full(group)
         if request.grants_wanted:
             grants, short = self._grant(group, request.grants_wanted, request.tails, now_ms)
             reply.grants_short = cast("store_pb2.Outcome", short)
@@ -329,6 +363,36 @@ class Store:
         while len(session.replies) > limits.STEPS_UNANSWERED_MAX:
             session.replies.popitem(last=False)
         return reply
+
+    def _was_read(self, group_number: int, chunks: int, seconds: float) -> None:
+        for group in self._groups.values():
+            if group.number == group_number:
+                group.reads.append((chunks, seconds))
+
+    def _is_full(self, group: Group) -> bool:
+        index = self._index.stats()
+        taken = index["used_bytes"] + index["granted_bytes"]
+        return taken + group.slot_bytes > self._tier.ready_bytes
+
+    def _learn(self, request: store_pb2.StepRequest, reply: store_pb2.StepReply) -> None:
+        if not request.learning:
+            return
+        kept = self._learned.setdefault(request.learning, {})
+        self._learned.move_to_end(request.learning)
+        kept.update((learned.name, learned.document) for learned in request.learned)
+        while len(self._learned) > limits.LEARNED_KEPT_MAX:
+            self._learned.popitem(last=False)
+        if request.learned_wanted:
+            for name, document in kept.items():
+                reply.learned.add(name=name, document=document)
+
+    def learned(self) -> dict[str, dict[str, str]]:
+        """Of the engines seen last: documents by kind of engine and name."""
+        return dict(list(self._learned.items())[-limits.LEARNED_ON_DISK_MAX :])
+
+    def remember_learned(self, learned: Mapping[str, Mapping[str, str]]) -> None:
+        """What was kept by an earlier run."""
+        self._learned.update((kind, dict(documents)) for kind, documents in learned.items())
 
     def lookup(self, request: store_pb2.LookupRequest) -> bytes:
         """One code of `kvstore._native` per key. BadKey, ProtocolError, LimitExceeded."""
@@ -386,7 +450,10 @@ class Store:
             stores=self._stores,
             failed_loads=self._failed_loads,
             poison_commits=index["poison_commits"],
+            eviction_policy=self._tier.eviction_policy,
             problems=self.problems() if self._verify else (),
+            decisions=self.explanations.counts(),
+            balances=self.explanations.balances(),
         )
 
     def _fs_stats(self, movement: Movement) -> admin_pb2.TierStats:
@@ -405,6 +472,9 @@ class Store:
             ready_bytes=fs.capacity_bytes if fs.warming is None else 0,
             sick=fs.sick or "",
             dropped_stores=movement.dropped,
+            quarantined_slots=fs.quarantined,
+            scrubbed_chunks=fs.scrubbed_chunks,
+            unindexed_chunks=fs.unindexed,
         )
 
     def problems(self) -> list[str]:
@@ -427,6 +497,62 @@ class Store:
                 problems.append(f"group {group.name} has a session of a process that has ended")
         return problems
 
+    # -- namespaces that nobody uses, and quotas ------------------------------------------------------------------
+
+    def note_uses(self) -> None:
+        """The namespaces of all sessions are used just now."""
+        self._last_uses.used(_namespaces_of(self._groups.values()))
+
+    def document(self, namespace: bytes) -> str:
+        """ "" where it is not kept."""
+        return self._namespaces.get(namespace, "")
+
+    def unused_s(self, namespace: bytes) -> float | None:
+        """Since a session last used it; None: one does."""
+        return None if self._is_used(namespace) else self._last_uses.unused_s(namespace)
+
+    def forget_namespace(self, namespace: bytes) -> None:
+        """Its chunks have been removed."""
+        self._namespaces.pop(namespace, None)
+        self._last_uses.forget(namespace)
+
+    def _is_used(self, namespace: bytes) -> bool:
+        return namespace in _namespaces_of(self._groups.values())
+
+    def set_quota(self, request: admin_pb2.SetQuotaRequest) -> list[admin_pb2.RemoveRequest]:
+        """Holds from now on. Returns what is beyond it and has to go. NotFound, ProtocolError, LimitExceeded."""
+        namespace, tenant = self._named(request.what)
+        if namespace is not None or tenant is None:
+            raise ProtocolError("a quota is of one tenant, in all of its namespaces")
+        removals = []
+        for tier in self._tiers():
+            if request.what.tier not in ("", tier):
+                continue
+            excess = self.quotas.set(tenant, tier, request.bytes if request.HasField("bytes") else None)
+            if excess > 0:
+                what = admin_pb2.Selection(tenant_id=tenant, tier=tier)
+                removals.append(admin_pb2.RemoveRequest(what=what, bytes=excess))
+        return removals
+
+    def quota_pages(self, what: admin_pb2.Selection) -> Iterator[admin_pb2.QuotasPage]:
+        """NotFound, ProtocolError."""
+        _, tenant = self._named(what)
+        rows = [row for row in self.quotas if tenant in (None, row[0]) and what.tier in ("", row[1])]
+        for first in range(0, len(rows), limits.ROWS_PER_PAGE):
+            page = admin_pb2.QuotasPage()
+            for tenant, tier, nbytes in rows[first : first + limits.ROWS_PER_PAGE]:
+                page.quotas.add(tenant_id=tenant, unsalted=tenant == self._unsalted, tier=tier, bytes=nbytes)
+            yield page
+
+    # -- what is read only to be checked ---------------------------------------------------------------------------
+
+    def chunks_on_disk(self) -> int:
+        return 0 if self._movement is None else self._movement.fs.stats().chunks
+
+    def check_data(self, bytes_per_s: int | None) -> AsyncIterator[str | None]:
+        """Reads every chunk on disk, one after the other: for each None, or a sentence that says what is wrong."""
+        return _nothing() if self._movement is None else self._movement.fs.scrub(bytes_per_s)
+
     # -- what operators ask --------------------------------------------------------------------------------------
     # Every `next` of these iterators is one slice of work, a millisecond at the most; the loop turns in between.
 
@@ -437,7 +563,8 @@ class Store:
             if len(page.namespaces) == limits.ROWS_PER_PAGE or nbytes > limits.DOCUMENT_BYTES_PER_PAGE:
                 yield page
                 page, nbytes = admin_pb2.NamespacesPage(), 0
-            page.namespaces.add(namespace_id=namespace, document=document)
+            unused_s = 0.0 if self._is_used(namespace) else self._last_uses.unused_s(namespace)
+            page.namespaces.add(namespace_id=namespace, document=document, unused_s=unused_s)
             nbytes += len(document)
         yield page
 
@@ -516,17 +643,18 @@ class Store:
     ) -> Iterator[admin_pb2.ChunksPage]:
         """A list of the tier's chunks is made at once, for no call of the tier may come between."""
         scope = Scope(namespace, tenant)
-        found = ((chunk, nbytes) for chunk, nbytes in movement.fs.chunks() if scope.covers(chunk))
+        found = (row for row in movement.fs.ages() if scope.covers(row[0]))
         listed = list(itertools.islice(found, limit))
         for first in range(0, len(listed), limits.ROWS_PER_PAGE):
             page = admin_pb2.ChunksPage()
-            for chunk, nbytes in listed[first : first + limits.ROWS_PER_PAGE]:
+            for chunk, nbytes, idle_s in listed[first : first + limits.ROWS_PER_PAGE]:
                 page.chunks.add(
                     namespace_id=chunk.namespace,
                     tenant_id=chunk.tenant,
                     key=chunk.key,
                     tier=movement.fs.name,
                     bytes=nbytes,
+                    idle_s=idle_s,
                 )
             yield page
 
@@ -534,14 +662,11 @@ class Store:
         """From the cpu tier: `go_on` does it. None: it is not meant. NotFound, ProtocolError: nothing is removed then,
         in any tier. When it is done `remove_lower` does the rest."""
         namespace, tenant = self._named(request.what)
+        if not request.dry_run:
+            self.explanations.removed(f"chunks from {request.what.tier or 'every tier'}", now_ms)
         older, nbytes = request.HasField("older_than_ms"), request.HasField("bytes")
         if nbytes and request.bytes == 0:
             raise ProtocolError("a removal of 0 bytes")
-        if older and self._lower(request.what) is not None:
-            raise ProtocolError(
-                "the fs tier knows the order in which its chunks were used, but no times; name --tier cpu with "
-                "--older-than, or say how much is to go with --bytes"
-            )
         if request.what.tier not in ("", TIER):
             self._require_known(namespace, tenant)
             return None
@@ -570,6 +695,7 @@ class Store:
             Scope(namespace, tenant),
             done,
             bytes_wanted=request.bytes if request.HasField("bytes") else None,
+            unused_s=request.older_than_ms / 1000 if request.HasField("older_than_ms") else None,
             dry_run=request.dry_run,
         )
         return True
@@ -580,9 +706,12 @@ class Store:
             return None
         return self._movement
 
+    def _tiers(self) -> list[str]:
+        return [TIER] if self._movement is None else [TIER, self._movement.fs.name]
+
     def _named(self, what: admin_pb2.Selection) -> tuple[bytes | None, bytes | None]:
         """Namespace and tenant, None for any. NotFound (the tier), ProtocolError."""
-        tiers = [TIER] if self._movement is None else [TIER, self._movement.fs.name]
+        tiers = self._tiers()
         if what.tier not in ("", *tiers):
             raise NotFound(f"this daemon has no tier {what.tier!r}; it has {', '.join(tiers)}")
         if what.namespace_id and len(what.namespace_id) != NAMESPACE_ID_BYTES:
@@ -608,6 +737,36 @@ class Store:
         below = movement is not None and tenant is not None and movement.covers(None, tenant)
         if tenant is not None and not below and not self._index.holds(tenant=tenant):
             raise NotFound(f"tenant {tenant.hex()} has no chunk here; `kvstore ls tenants` shows those that have")
+
+    def explain(self, request: admin_pb2.ExplainRequest, now_ms: int) -> admin_pb2.ExplainReply:
+        """ProtocolError: neither a request nor a key, or too little of one."""
+        match request.WhichOneof("about"):
+            case "request" if request.request:
+                decisions = self.explanations.of_request(request.request, now_ms)
+                # Of what was missed last: what became of it.
+                missed = [each.decision.refused for each in decisions if not each.decision.is_store]
+                keys = self._fates(missed[-1], now_ms) if missed and missed[-1] else []
+                return admin_pb2.ExplainReply(decisions=decisions, keys=keys)
+            case "key" if REFUSED_PREFIX_BYTES <= len(request.key) <= limits.KEY_BYTES_MAX:
+                return admin_pb2.ExplainReply(keys=self._fates(request.key, now_ms))
+            case _:
+                raise ProtocolError(
+                    f"neither a request's id nor at least the first {REFUSED_PREFIX_BYTES} bytes of a key"
+                )
+
+    def _fates(self, key: bytes, now_ms: int) -> list[admin_pb2.KeyFate]:
+        places = [row[:2] for row in self._index.usage(None, limit=limits.ROWS_PER_PAGE)]
+        if self._movement is not None:
+            places += [place for place in self._movement.fs.usage() if place not in places]
+        return self.explanations.of_key(key, places, self._tier_of, now_ms)
+
+    def _tier_of(self, namespace: bytes, tenant: bytes, key: bytes) -> str:
+        if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
+            return ""
+        code = self._index.lookup(namespace, tenant, [key])[0]
+        sick = "" if self._movement is None else self._movement.fs.sick or ""
+        on_disk = f"fs (sick, so it is not read: {sick})" if sick else "fs"
+        return {CPU: TIER, PENDING: f"{on_disk} (being read)", FS: on_disk}.get(code, "")
 
     # -- attach rules --------------------------------------------------------------------------------------------
 
@@ -726,8 +885,9 @@ class Store:
         if self._document_is_new is not None and namespace not in self._namespaces:
             self._document_is_new(document)
         self._namespaces[namespace] = document
+        self._last_uses.used([namespace])
         if len(self._namespaces) > limits.NAMESPACES_MAX:
-            in_use = {group.namespace for group in self._groups.values()} | {namespace}
+            in_use = _namespaces_of(self._groups.values()) | {namespace}
             oldest = next((kept for kept in self._namespaces if kept not in in_use), None)
             if oldest is not None:
                 del self._namespaces[oldest]  # its chunks stay; the next process of that namespace brings it again
@@ -771,7 +931,9 @@ class Store:
         count = min(wanted, allowed)
         kept = [(at.slot, at.generation) for at in tails]
         self._index.lease(OWN_GROUP, kept, now_ms)
+        evictions = self._index.stats()["evictions"]
         grants = self._index.grant(group.number, group.chunk_bytes, count) if count > 0 else []
+        self.explanations.evicted(group.name, self._index.stats()["evictions"] - evictions, now_ms)
         self._index.release(OWN_GROUP, kept)
         for slot, generation in grants:
             group.granted[slot] = (generation, group.epoch)
@@ -807,6 +969,8 @@ class Store:
                 outcomes[position] = code  # the numbers of wire and index agree; not granted: removed meanwhile
                 if code == STORED:
                     self._stores += 1
+                    commit = commits[position]
+                    self.explanations.stored(group.name, group.namespace, commit.tenant, commit.key, now_ms)
                     if self._movement is not None:
                         self._write_through(self._movement, group, commits[position])
         self._abort(group, aborted)
@@ -837,6 +1001,16 @@ class Store:
         self._hits += loaded - promoted
         self._fs_hits += promoted
         self._failed_loads += len(releases) - loaded
+
+
+def _namespaces_of(groups: Iterable[Group]) -> set[bytes]:
+    return {group.namespace for group in groups if group.namespace}
+
+
+async def _nothing() -> AsyncIterator[str | None]:
+    nothing: tuple[None, ...] = ()
+    for each in nothing:
+        yield each
 
 
 def require_keys(keys: Iterable[bytes]) -> None:
@@ -897,6 +1071,13 @@ def _require_well_formed(request: store_pb2.StepRequest, last_number: int) -> No
     )
     if operations > limits.OPERATIONS_PER_STEP_MAX:
         raise LimitExceeded(f"{operations} operations in one message; at most {limits.OPERATIONS_PER_STEP_MAX}")
+    if len(request.decisions) > limits.DECISIONS_PER_STEP_MAX or len(request.learned) > limits.LEARNED_PER_STEP_MAX:
+        raise LimitExceeded(f"{len(request.decisions)} decisions and {len(request.learned)} documents in one message")
+    for learned in request.learned:
+        if len(learned.name) + len(learned.document) > limits.LEARNED_DOCUMENT_BYTES_MAX:
+            raise LimitExceeded(f"a document of {len(learned.document)} characters about what was learned")
+    if len(request.learning) > limits.LEARNED_DOCUMENT_BYTES_MAX:
+        raise LimitExceeded(f"{len(request.learning)} characters say how an engine is")
     if len(request.tails) > limits.TAILS_PER_STEP_MAX:
         raise LimitExceeded(f"{len(request.tails)} tails in one message; at most {limits.TAILS_PER_STEP_MAX}")
     chains = (*request.touches, *request.promotes)

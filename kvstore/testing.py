@@ -103,8 +103,8 @@ def start_daemon(
         command += ["--hash-seed", hash_seed]
     if "--metrics-listen" not in arguments:
         command += ["--metrics-listen", "off"]
-    log_path = Path(tempfile.mkstemp(prefix="kvstore-log-")[1])
-    with log_path.open("w") as log:
+    log_fd, log_name = tempfile.mkstemp(prefix="kvstore-log-")
+    with open(log_fd, "w") as log:
         process = subprocess.Popen(
             [*command, *arguments],
             env=inherited | ({"KVSTORE_VERIFY": "poison"} if verify else {}) | dict(environment or {}),
@@ -112,7 +112,7 @@ def start_daemon(
             stderr=log,
             text=True,
         )
-    return Daemon(process, runtime_dir, log_path)
+    return Daemon(process, runtime_dir, Path(log_name))
 
 
 @contextlib.contextmanager

@@ -467,6 +467,27 @@ struct PyIndex {
         }
         return nb::make_tuple(page, next == NO_RECORD ? nb::object(nb::none()) : nb::object(nb::int_(next)));
     }
+    nb::list next_to_go(std::uint64_t nbytes, std::size_t steps, std::size_t limit) const {
+        return list_of(index.next_to_go(nbytes, steps, limit));
+    }
+    nb::tuple unwritten(std::uint32_t next, std::optional<std::uint64_t> used_before_ms, std::size_t steps,
+                        std::size_t limit) const {
+        const nb::list page = list_of(index.unwritten(next, used_before_ms.value_or(UINT64_MAX), steps, limit));
+        return nb::make_tuple(page, next == NO_RECORD ? nb::object(nb::none()) : nb::object(nb::int_(next)));
+    }
+    nb::list used_often(const nb::bytes& name_space, const nb::bytes& tenant, nb::handle sequence,
+                        std::uint32_t uses) const {
+        const Keys keys(sequence);
+        return list_of(index.used_often(id_of(name_space, "a namespace"), id_of(tenant, "a tenant"), keys.get(), uses));
+    }
+    static nb::list list_of(const std::vector<Unwritten>& chunks) {
+        nb::list list;
+        for (const Unwritten& chunk : chunks) {
+            list.append(nb::make_tuple(bytes_from(chunk.scope.name_space), bytes_from(chunk.scope.tenant),
+                                       bytes_from(chunk.key), chunk.at.slot, chunk.at.generation));
+        }
+        return list;
+    }
     nb::dict stats() const {
         nb::dict stats;
         for (const auto& [name, value] : index.stats()) stats[name] = value;
@@ -569,6 +590,9 @@ void bind_io(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    // At a process's end its maps and threads are the kernel's to take away; a list of them on the terminal helps
+    // nobody.
+    nb::set_leak_warnings(false);
     nb::register_exception_translator(translate_system_error);
 
     m.attr("SLOT_ALIGNMENT") = SLOT_ALIGNMENT;
@@ -581,6 +605,7 @@ NB_MODULE(_native, m) {
     m.attr("STORED") = static_cast<int>(CommitCode::STORED);
     m.attr("PRESENT") = static_cast<int>(CommitCode::PRESENT);
     m.attr("TIER_FULL") = static_cast<int>(CommitCode::TIER_FULL);
+    m.attr("QUOTA") = static_cast<int>(CommitCode::QUOTA);
     m.attr("NOT_GRANTED") = static_cast<int>(CommitCode::NOT_GRANTED);
     m.attr("POISON") = static_cast<int>(POISON);
     m.attr("COPY_KERNEL") = copy_kernel_name();
@@ -751,6 +776,16 @@ NB_MODULE(_native, m) {
         .def("usage", &PyIndex::usage, "after"_a = nb::none(), nb::kw_only(), "limit"_a)
         .def("chunks", &PyIndex::chunks, "start"_a, nb::kw_only(), "namespace"_a = nb::none(), "tenant"_a = nb::none(),
              "steps"_a, "limit"_a)
+        .def("next_to_go", &PyIndex::next_to_go, "nbytes"_a, nb::kw_only(), "steps"_a, "limit"_a)
+        .def("unwritten", &PyIndex::unwritten, "start"_a, nb::kw_only(), "used_before_ms"_a = nb::none(), "steps"_a,
+             "limit"_a)
+        .def("used_often", &PyIndex::used_often, "namespace"_a, "tenant"_a, "keys"_a, "uses"_a)
+        .def(
+            "set_quota",
+            [](PyIndex& self, const nb::bytes& tenant, std::optional<std::uint64_t> nbytes) {
+                return self.index.set_quota(id_of(tenant, "a tenant"), nbytes);
+            },
+            "tenant"_a, "nbytes"_a.none())
         .def("stats", &PyIndex::stats)
         .def("problems", [](const PyIndex& self) { return self.index.problems(); });
 

@@ -138,6 +138,14 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     const Digest parent_digest = commit.parent.empty() ? Digest{} : hasher(commit.parent);
     const std::uint32_t parent =
         commit.parent.empty() ? NO_RECORD : find(parent_digest, name_space, commit.tenant, commit.parent);
+    const bool cut_off = !commit.parent.empty() && parent == NO_RECORD;
+    if (Quota* quota = quota_of(commit.tenant);
+        quota != nullptr && !make_room_in(*quota, class_bytes(commit.at.slot), parent, cut_off)) {
+        if (in_lower) insert_lower(digest, Where::FS);
+        if (is_use) policy_.missed(digest, ++tick_);
+        drop_grant(group, commit.at.slot);
+        return CommitCode::QUOTA;
+    }
     const std::uint32_t number = new_record();
     const auto insert = [&] { return insert_chunk(digest, commit.at, number); };
     if (number == NO_RECORD || !(insert() || (make_place(digest, parent) && insert()))) {
@@ -160,6 +168,7 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     end_grant(group, commit.at.slot);
     *slabs_.find(commit.at.slot) = {Slot::Holder::CHUNK, 0, number};
     used_bytes_ += class_bytes(commit.at.slot);
+    if (Quota* quota = quota_of(commit.tenant)) quota->used += class_bytes(commit.at.slot);
     ++chunk_count_;
     make_youngest(record, now_ms);
     record.uses = policy_.arrived(digest, tick_, is_use);
@@ -409,6 +418,7 @@ void Index::move_slabs(const Window& window) {
 
 void Index::evict(std::uint32_t number) {
     policy_.evicted(records_[number].digest, records_[number].uses, tick_);
+    if (!records_[number].in_lower) ++unwritten_eviction_count_;
     drop(number);
     ++eviction_count_;
 }
@@ -434,6 +444,7 @@ void Index::drop(std::uint32_t number) {
     if (record.tick == slab.newest) slab.newest_known = false;
     used_bytes_ -= slab.class_bytes;
     --chunk_count_;
+    if (Quota* quota = quota_of(scopes_[record.scope].scope.tenant)) quota->used -= slab.class_bytes;
     scopes_.take_chunk(record.scope, slab.class_bytes);
     slabs_.give_back(record.at.slot);
     record = Record{};
@@ -486,13 +497,16 @@ bool Index::descends_from(std::uint32_t record, std::uint32_t ancestor) const {
 
 void Index::unlist(std::uint32_t number) {
     Record& record = records_[number];
-    if (record.place.listed()) leaves(record).unlist(record.place);
+    if (!record.place.listed()) return;
+    leaves(record).unlist(record.place);
+    if (Quota* quota = quota_of(scopes_[record.scope].scope.tenant)) quota->leaves.erase(own_leaf(number));
 }
 
 void Index::list(std::uint32_t number) {
     Record& record = records_[number];
     if (record.place.listed() || !is_evictable(record)) return;
     leaves(record).list(record.place, {record.tick, number}, use_class(record), record.orphan);
+    if (Quota* quota = quota_of(scopes_[record.scope].scope.tenant)) quota->leaves.insert(own_leaf(number));
 }
 
 // ---- Recency and lookup ----
@@ -778,6 +792,7 @@ std::vector<std::pair<const char*, std::uint64_t>> Index::stats() const {
         {"leases", lease_count_},
         {"evictions", eviction_count_},
         {"ghosts", policy_.ghost_count()},
+        {"unwritten_evictions", unwritten_eviction_count_},
         {"io_bytes", io_bytes_},
         {"entries", table_.entry_count()},
         {"entries_max", table_.place_count()},
@@ -914,6 +929,7 @@ std::vector<std::string> Index::problems() const {
         expect("a tenant's chunks", usage[number].chunks, scopes_[number].chunks);
         expect("a tenant's bytes", usage[number].bytes, scopes_[number].bytes);
     }
+    quota_problems(problems);
     expect("pairs of namespace and tenant", usage.size(), scopes_.numbers().size());
     if (tenants != scopes_.tenants()) add("tenants are counted wrongly");
     expect("records", live, chunk_count_);

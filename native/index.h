@@ -50,7 +50,7 @@ namespace kvstore {
 
 inline constexpr std::byte POISON{0xA5};
 
-enum class CommitCode : int { STORED = 1, PRESENT = 2, TIER_FULL = 3, NOT_GRANTED = 7 };
+enum class CommitCode : int { STORED = 1, PRESENT = 2, TIER_FULL = 3, QUOTA = 4, NOT_GRANTED = 7 };
 
 struct Commit {
     Ref at;
@@ -117,6 +117,13 @@ struct ChunkView {
     bool leased;
 };
 
+// A chunk of the cpu tier that no lower tier has, and nobody is writing there.
+struct Unwritten {
+    Scope scope;
+    Bytes key;
+    Ref at;
+};
+
 class Index {
   public:
     // `arena` is held, and written, only with verify; without it, it may be null.
@@ -151,6 +158,21 @@ class Index {
     // What a lower tier holds, for the table's readers: FS, PENDING (on its way up) or MISS (no longer there). A chunk
     // of the cpu tier is shown as CPU and becomes FS when it is evicted. Only a hint: the lower tier itself decides.
     void set_lower(const Id& name_space, const Id& tenant, Bytes key, Where where);
+
+    // What a lower tier has yet to be given (unwritten.cpp). The keys stay valid until the index changes.
+    // Of each class the chunks that would be evicted for the next `nbytes`, in that order; looks at `steps` at most.
+    std::vector<Unwritten> next_to_go(std::uint64_t nbytes, std::size_t steps, std::size_t limit) const;
+    // Looks at records as `chunks` does.
+    std::vector<Unwritten> unwritten(std::uint32_t& next, std::uint64_t used_before_ms, std::size_t steps,
+                                     std::size_t limit) const;
+    // Of these keys, those that were used at least so often.
+    std::vector<Unwritten> used_often(const Id& name_space, const Id& tenant, std::span<const Bytes> keys,
+                                      std::uint32_t uses) const;
+
+    // What the tenant's chunks may take here; nothing: no limit (quota.cpp). Chunks there are stay: the caller removes
+    // the excess. A commit over the quota evicts the tenant's own least recently used chunks, or is refused.
+    // Returns what they take now.
+    std::uint64_t set_quota(const Id& tenant, std::optional<std::uint64_t> nbytes);
 
     // Head first. One request is one use of each chunk: those `again` at the head it has used before, which makes them
     // young but does not count. A key that is not here, and that the request will not store, counts all the same.
@@ -196,6 +218,18 @@ class Index {
         std::uint32_t next_sibling = NO_RECORD;
         std::uint32_t previous_sibling = NO_RECORD;
         bool orphan = false;  // its parent went before it
+    };
+    // A tenant's chunks that may be evicted, of any class: orphans first, then by last use.
+    struct OwnLeaf {
+        bool parented;
+        std::uint64_t tick;
+        std::uint32_t record;
+        auto operator<=>(const OwnLeaf&) const = default;
+    };
+    struct Quota {
+        std::uint64_t nbytes = 0;
+        std::uint64_t used = 0;
+        std::set<OwnLeaf> leaves;
     };
     struct Lease {
         std::uint64_t generation;
@@ -260,6 +294,12 @@ class Index {
     void set_parent(std::uint32_t child, std::uint32_t parent);  // the child has none
     void leave_parent(std::uint32_t child);
     bool descends_from(std::uint32_t record, std::uint32_t ancestor) const;
+    bool is_unwritten(const Record& record) const { return record.live && !record.in_lower && record.io == 0; }
+    Unwritten unwritten_at(std::uint32_t record) const;
+    Quota* quota_of(const Id& tenant);
+    bool make_room_in(Quota& quota, std::uint64_t nbytes, std::uint32_t kept, bool cut_off);
+    void quota_problems(std::vector<std::string>& problems) const;
+    OwnLeaf own_leaf(std::uint32_t record) const { return {!records_[record].orphan, records_[record].tick, record}; }
     // Around every change of what decides whether and when a record is evicted.
     void unlist(std::uint32_t record);
     void list(std::uint32_t record);
@@ -290,6 +330,7 @@ class Index {
     Policy policy_;
     std::map<std::uint64_t, Leaves> leaves_;           // by class_bytes
     std::unordered_map<std::uint64_t, Group> groups_;  // those that hold something
+    std::map<Id, Quota> quotas_;                       // by tenant
     Scopes scopes_;
     std::deque<Epoch> epochs_;  // newest last; the oldest are forgotten by saying that they covered everything
     std::uint32_t epoch_ = 0;   // of the newest removal
@@ -305,6 +346,7 @@ class Index {
     std::uint64_t io_bytes_ = 0;     // of slots with I/O
     std::uint64_t lower_count_ = 0;  // entries of the table without a record
     std::uint64_t eviction_count_ = 0;
+    std::uint64_t unwritten_eviction_count_ = 0;  // of chunks that no lower tier had
     std::uint64_t removal_count_ = 0;
     std::uint64_t poison_commit_count_ = 0;
     std::uint64_t digest_collision_count_ = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <iterator>
 #include <stdexcept>
 
 namespace kvstore {
@@ -51,6 +52,12 @@ std::size_t Leaves::leaf_count() const {
     std::size_t count = 0;
     for (const auto& set : sets_) count += set.size();
     return count;
+}
+
+std::optional<Leaf> Leaves::after(const Place& place) const {
+    const auto next = std::next(place.at);
+    if (next == sets_[place.set].end()) return std::nullopt;
+    return *next;
 }
 
 std::optional<std::uint64_t> Leaves::oldest_tick() const {

@@ -61,6 +61,11 @@ class Leaves {
     std::uint64_t residents(unsigned use_class) const { return residents_[use_class]; }
     std::uint64_t residents() const;
     std::size_t leaf_count() const;
+    void for_each_set(const auto& visit) const {
+        for (const auto& set : sets_) visit(set);
+    }
+    // The next younger leaf of the same set.
+    std::optional<Leaf> after(const Place& place) const;
     // Of the leaf that was used least recently; 0: there is an orphan; none: there is no leaf.
     std::optional<std::uint64_t> oldest_tick() const;
 

@@ -95,6 +95,11 @@ async def fs_bench(
         assert clean, "no clean stop"
 
 
+async def problems_found(bench: FsBench) -> list[str]:
+    """By one pass of the scrub over everything."""
+    return [problem async for problem in bench.tier.scrub() if problem is not None]
+
+
 async def until(condition: Callable[[], bool], what: str) -> None:
     """Waits, within a bound, for something that the tier brings about by itself."""
     ends = asyncio.get_running_loop().time() + WAIT_S

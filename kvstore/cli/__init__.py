@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from kvstore.cli import check, evict, ls, plan, serve, stats
+from kvstore.cli import calibrate, check, evict, explain, gc, ls, plan, quota, serve, stats
 
 app = typer.Typer(
     name="kvstore",
@@ -21,7 +21,11 @@ app.command("stats")(stats.stats)
 app.command("ls")(ls.ls)
 app.command("evict")(evict.evict)
 app.command("clear")(evict.clear)
+app.command("explain")(explain.explain)
 app.command("check")(check.check)
+app.command("gc")(gc.gc)
+app.add_typer(quota.quota, name="quota")
+app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
 
 

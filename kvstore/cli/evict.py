@@ -1,16 +1,23 @@
 """`kvstore evict`: removes chosen chunks from the daemon. `kvstore clear`: removes all of them."""
 
 import sys
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.filesize import decimal
-from rich.table import Table
 
 from kvstore import admin
-from kvstore.cli.output import Endpoint, Json, NamespaceId, Salt, TenantId, Tier, print_json, reported
+from kvstore.cli.output import (
+    Endpoint,
+    Json,
+    NamespaceId,
+    Salt,
+    TenantId,
+    Tier,
+    positive,
+    print_json,
+    print_removed,
+    reported,
+)
 from kvstore.config import parse_bytes, parse_duration_ms
 from kvstore.errors import ConfigurationError
 
@@ -38,11 +45,14 @@ def evict(
         removed = admin.remove(
             where,
             admin.selection(namespace=namespace, salt=tenant, tenant_id=tenant_id, tier=tier),
-            older_than_ms=_positive("--older-than", older_than, parse_duration_ms),
-            nbytes=_positive("--bytes", nbytes, parse_bytes),
+            older_than_ms=positive("--older-than", older_than, parse_duration_ms),
+            nbytes=positive("--bytes", nbytes, parse_bytes),
             dry_run=dry_run,
         )
-    _print(removed, as_json=json, dry_run=dry_run)
+    if json:
+        print_json(removed)
+    else:
+        print_removed(removed, dry_run=dry_run)
 
 
 def clear(
@@ -58,28 +68,7 @@ def clear(
             held = sum(tier.chunks for tier in admin.stats(where).tiers)
             typer.confirm(f"Remove all {held} chunks of {where}?", abort=True, err=True)
         removed = admin.remove(where, admin.selection())
-    _print(removed, as_json=json, dry_run=False)
-
-
-def _positive(flag: str, text: str | None, parse: Callable[[str], int]) -> int | None:
-    if text is None:
-        return None
-    try:
-        value = parse(text)
-    except ValueError as error:
-        raise ConfigurationError(f"{flag}: {error}") from None
-    if not 0 < value < 1 << 63:
-        raise ConfigurationError(f"{flag} is {text}; it must be more than nothing, and less than 2^63 bytes or ms")
-    return value
-
-
-def _print(removed: dict[str, object], *, as_json: bool, dry_run: bool) -> None:
-    if as_json:
+    if json:
         print_json(removed)
-        return
-    by_tier = removed["by_tier"]
-    assert isinstance(by_tier, dict)
-    table = Table("tier", "would go" if dry_run else "removed", "size", "skipped, pinned")
-    for name, tier in by_tier.items():
-        table.add_row(name, str(tier["evicted_chunks"]), decimal(tier["evicted_bytes"]), str(tier["skipped_pinned"]))
-    Console().print(table)
+    else:
+        print_removed(removed)

@@ -3,10 +3,13 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
 
 from kvstore.config import default_endpoint
 from kvstore.errors import ConfigurationError, KVStoreError, NotAllowed, Unavailable
@@ -21,12 +24,35 @@ Salt = Annotated[
     str | None, typer.Option("--tenant", metavar="SALT", help="The tenant's cache_salt; the daemon does not keep it.")
 ]
 TenantId = Annotated[str | None, typer.Option(help="The tenant's id, as `kvstore ls tenants` shows it.")]
-Tier = Annotated[str | None, typer.Option(help="cpu, or all.")]
+Tier = Annotated[str | None, typer.Option(help="cpu, fs, or all.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
 
 
 def print_json(document: object) -> None:
     print(json.dumps(document, indent=2))
+
+
+def positive(flag: str, text: str | None, parse: Callable[[str], int]) -> int | None:
+    """What an option says, None where it is not given. ConfigurationError."""
+    if text is None:
+        return None
+    try:
+        value = parse(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{flag}: {error}") from None
+    if not 0 < value < 1 << 63:
+        raise ConfigurationError(f"{flag} is {text}; it must be more than nothing, and less than 2^63 bytes or ms")
+    return value
+
+
+def print_removed(removed: dict[str, object], *, dry_run: bool = False) -> None:
+    """As a table."""
+    by_tier = removed["by_tier"]
+    assert isinstance(by_tier, dict)
+    table = Table("tier", "would go" if dry_run else "removed", "size", "skipped, pinned")
+    for name, tier in by_tier.items():
+        table.add_row(name, str(tier["evicted_chunks"]), decimal(tier["evicted_bytes"]), str(tier["skipped_pinned"]))
+    Console().print(table)
 
 
 @contextlib.contextmanager

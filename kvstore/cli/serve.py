@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from kvstore.config import METRICS_LISTEN_DEFAULT, serve_config
+from kvstore.config import (
+    EVICTION_POLICIES,
+    EVICTION_POLICY_DEFAULT,
+    METRICS_LISTEN_DEFAULT,
+    N_READ_THREADS_DEFAULT,
+    N_WRITE_THREADS_DEFAULT,
+    WRITE_AFTER_USES_DEFAULT,
+    serve_config,
+)
 from kvstore.errors import ConfigurationError
 from kvstore.server import EXIT_USAGE
 from kvstore.server import serve as run
@@ -32,11 +40,40 @@ def serve(
     fs_bytes: Annotated[
         str | None, typer.Option(help="The most that this directory may ever take, everything included.")
     ] = None,
+    write_policy: Annotated[
+        str | None,
+        typer.Option(
+            help="When a chunk goes to disk: write_through (when stored), write_back (before it is evicted, or unused "
+            "for a minute), or selective (when it was used again). Default: write_through."
+        ),
+    ] = None,
+    write_after_uses: Annotated[
+        str | None,
+        typer.Option(
+            help=f"With selective: uses before it goes, the first by whoever stored it. "
+            f"Default: {WRITE_AFTER_USES_DEFAULT}."
+        ),
+    ] = None,
+    n_read_threads: Annotated[
+        str | None, typer.Option(help=f"Reads of that directory at a time. Default: {N_READ_THREADS_DEFAULT}.")
+    ] = None,
+    n_write_threads: Annotated[
+        str | None,
+        typer.Option(help=f"Writes at a time; reads go first. Default: {N_WRITE_THREADS_DEFAULT}."),
+    ] = None,
+    scrub_bytes_per_s: Annotated[
+        str | None,
+        typer.Option(help="Read what is on disk over and over, no faster than that, to find what has gone bad: 20MB."),
+    ] = None,
     hash_seed: Annotated[
         str | None, typer.Option(help="The seed that all engines share. Default: PYTHONHASHSEED.")
     ] = None,
     require_cache_salt: Annotated[
         bool | None, typer.Option("--require-cache-salt", help="Refuse chunks without a tenant.")
+    ] = None,
+    eviction_policy: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(EVICTION_POLICIES)}. Default: {EVICTION_POLICY_DEFAULT}."),
     ] = None,
     metrics_listen: Annotated[
         str | None, typer.Option(help=f"HOST:PORT for Prometheus, or off. Default: {METRICS_LISTEN_DEFAULT}.")
@@ -57,8 +94,14 @@ def serve(
         "index_bytes": index_bytes,
         "fs_dir": fs_dir,
         "fs_bytes": fs_bytes,
+        "write_policy": write_policy,
+        "write_after_uses": write_after_uses,
+        "n_read_threads": n_read_threads,
+        "n_write_threads": n_write_threads,
+        "scrub_bytes_per_s": scrub_bytes_per_s,
         "hash_seed": hash_seed,
         "require_cache_salt": require_cache_salt,
+        "eviction_policy": eviction_policy,
         "metrics_listen": metrics_listen,
         "allow_uid": allow_uid or None,
         "socket_mode": socket_mode,

@@ -22,7 +22,8 @@ def stats(endpoint: Endpoint = None, json: Json = False) -> None:
 def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
     console.print(
         f"instance {reply.instance_id.hex()}, up {reply.uptime_s:.0f} s, {reply.namespaces} namespaces, "
-        f"{reply.tenants} tenants, {reply.stores} stores, {reply.failed_loads} failed loads",
+        f"{reply.tenants} tenants, {reply.stores} stores, {reply.failed_loads} failed loads, "
+        f"eviction policy {reply.eviction_policy}",
         highlight=False,
     )
     tiers = Table("tier", "capacity", "ready", "used", "granted", "pinned", "overhead", "chunks", "hits", "misses")

@@ -1,9 +1,11 @@
-"""What travels on arena.sock, a SOCK_SEQPACKET socket: two packets from the daemon, none from the process attached.
+"""What travels on arena.sock, a SOCK_SEQPACKET socket: two packets from the daemon, at most one from the process.
 
 1. At once after `connect`: `Hello`, with the token that proves to gRPC who calls, or `Refusal`.
 2. After gRPC `Attach`, before its answer: `Memory`, with two file descriptors as SCM_RIGHTS: arena, table.
+3. From a process that closes its session by itself: `GOODBYE`. Its last copy has ended and its maps are gone, so that
+   its slots need not wait for the end of the process. A daemon that hangs finds the packet later.
 
-The connection then stays open and silent; its end tells each side that the other has gone.
+In between the connection is open and silent; its end tells each side that the other has gone.
 """
 
 import json
@@ -62,3 +64,6 @@ def _packet(**fields: object) -> bytes:
     packet = json.dumps({"protocol": PROTOCOL} | fields).encode()
     assert len(packet) <= PACKET_BYTES_MAX, f"packet of {len(packet)} bytes"
     return packet
+
+
+GOODBYE = _packet(goodbye=True)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 
 from kvstore import _native
+from kvstore.config import EVICTION_POLICY_DEFAULT
 from kvstore.errors import ConfigurationError
 from kvstore.tiers.host_memory import MemoryLimit, memory_limits
 
@@ -39,12 +40,14 @@ class CpuTier:
         index_key: bytes,
         instance_id: bytes,
         lower_bytes: int = 0,
+        eviction_policy: str = EVICTION_POLICY_DEFAULT,
         verify: bool = False,
     ) -> None:
         """`lower_bytes`: of the tiers below, whose chunks have entries in the table as well.
 
         ConfigurationError when the host or the cgroup can never hold it, or `index_bytes` is too small."""
         self.arena_bytes = cpu_bytes - cpu_bytes % _native.SLOT_ALIGNMENT
+        self.eviction_policy = eviction_policy
         self._lower_bytes = lower_bytes
         self.unit_bytes = _native.Index.unit_bytes_for(self.arena_bytes)
         require_memory(self.arena_bytes, 0, memory_limits())
@@ -64,6 +67,7 @@ class CpuTier:
             unit_bytes=self.unit_bytes,
             index_key=index_key,
             instance_id=instance_id,
+            eviction_policy=eviction_policy,
             verify=verify,
         )
         # After the daemon's own writable maps exist: FUTURE_WRITE refuses every later one.

@@ -33,16 +33,14 @@ Bounds: `queue_max` writes and as many reads are waiting or running, more are re
 
 import asyncio
 import contextlib
-import ctypes
 import errno
 import logging
-import mmap
 import os
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar, assert_never
@@ -89,7 +87,7 @@ from kvstore.tiers.fs_index import IndexUnusable
 from kvstore.tiers.fs_journal import Journal
 from kvstore.tiers.fs_paths import STATE
 from kvstore.tiers.fs_recovery import Cancelled, Recovered, Recovery
-from kvstore.tiers.fs_scrub import paced
+from kvstore.tiers.fs_scrub import Scrub, Sleep
 from kvstore.tiers.fs_worker import Failure, Worker
 
 log = logging.getLogger(__name__)
@@ -133,6 +131,7 @@ class FsStats(TierStats):
     writes_queued: int
     reads_queued: int
     scrubbed_chunks: int
+    unindexed: int  # chunks on disk that the next start would not know of after a kill now
 
 
 @dataclass(slots=True)
@@ -146,7 +145,6 @@ class _Counters:
     late: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
-    scrubbed_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +226,10 @@ class FsTier:
         regions: Sequence[tuple[int, int]],
         clock: Callable[[], float] = time.monotonic,
         step: Step = no_step,
+        wall_clock_us: Callable[[], int] = lambda: time.time_ns() // 1_000,
     ) -> None:
         self._directory = directory
+        self._wall_clock_us = wall_clock_us
         self._options = options
         self._clock = clock
         self._step = step
@@ -257,6 +257,7 @@ class FsTier:
 
         self._read_health = Health(READ_FAILURES_MAX)
         self._write_health = Health(1)
+        self._quotas: dict[bytes, int] = {}  # by tenant
         self._directory_lost: str | None = None
         self._recovery_error: str | None = None
         self._no_growth_until_s = 0.0
@@ -265,8 +266,13 @@ class FsTier:
         self._shrinking = False
         self._looking = False  # the worker looks at the directory for the tick
         self._quiet: asyncio.Future[None] | None = None
+        self._scrub = Scrub(
+            read=self._read_to_check,
+            add_region=self._pool.add_region,
+            clock=clock,
+            io_deadline_s=options.io_deadline_ms / 1000,
+        )
         self._scrub_task: asyncio.Task[None] | None = None
-        self._scrub_buffers: list[mmap.mmap] = []
 
     # Life
 
@@ -286,6 +292,7 @@ class FsTier:
             self._set_progress,
             self._cancelled,
             self._step,
+            self._wall_clock_us,
         )
         self._worker.run(recovery.run, self._recovered)
 
@@ -302,6 +309,8 @@ class FsTier:
         self._recovery_error = None
         self._catalog = result.catalog
         self._catalog.on_change = self.on_change
+        for tenant, nbytes in self._quotas.items():
+            self._catalog.set_quota(tenant, nbytes)
         self._journal = Journal(result, self._directory, self._worker, self._options.commit_interval_s, self._step)
         self._opening = result.opening
         self._ready.set()
@@ -316,7 +325,9 @@ class FsTier:
         for call in waiting:
             call()
         if self._options.scrub_bytes_per_s is not None:
-            self._scrub_task = self._loop.create_task(self._scrub_for_ever(self._options.scrub_bytes_per_s))
+            self._scrub_task = self._loop.create_task(
+                self._scrub.run_for_ever(self._catalog, self._options.scrub_bytes_per_s)
+            )
 
     async def ready(self) -> None:
         await self._ready.wait()
@@ -396,6 +407,11 @@ class FsTier:
         """Every chunk and its slot's bytes, oldest first. No call of the tier may come between."""
         return ((entry.chunk, entry.slot_bytes) for entry in self._catalog.oldest_first())
 
+    def ages(self) -> Iterator[tuple[ChunkId, int, float]]:
+        """As `chunks`, with the seconds since the last use."""
+        catalog = self._catalog
+        return ((entry.chunk, entry.slot_bytes, catalog.idle_s(entry)) for entry in catalog.oldest_first())
+
     def usage(self) -> dict[tuple[bytes, bytes], tuple[int, int]]:
         """Chunks and bytes of slots by namespace and tenant."""
         return {owner: (usage.chunks, usage.nbytes) for owner, usage in self._catalog.usage.items()}
@@ -425,7 +441,8 @@ class FsTier:
             written_bytes=counters.written_bytes,
             writes_queued=self._writes_total,
             reads_queued=self._reads,
-            scrubbed_chunks=counters.scrubbed_chunks,
+            scrubbed_chunks=self._scrub.chunks,
+            unindexed=self._journal.unindexed if self._ready.is_set() else 0,
         )
 
     def problems(self) -> Iterator[str]:
@@ -447,6 +464,8 @@ class FsTier:
         deadline_s = self._clock() + self._options.io_deadline_ms / 1000
         write = _Write(chunk, memory, slot_bytes, done, released, deadline_s)
         outcome = self._refusal(chunk)
+        if outcome is None and not self._make_room_in_quota(chunk.tenant, slot_bytes):
+            outcome = WriteOutcome.FULL
         self._writes_total += 1
         if outcome is not None:
             self._end_write(write, outcome)
@@ -468,6 +487,32 @@ class FsTier:
         if not self._write_health.may_try(self._clock()):
             return WriteOutcome.SICK
         return None
+
+    def set_quota(self, tenant: bytes, nbytes: int | None) -> int:
+        """What the tenant's slots may take here; None: no limit. Returns what they take now (0 without a limit).
+
+        A write beyond it evicts the tenant's own least recently used chunks, or is refused as FULL. What is there
+        already stays: the caller removes it.
+        """
+        if nbytes is None:
+            self._quotas.pop(tenant, None)
+        else:
+            self._quotas[tenant] = nbytes
+        return self._catalog.set_quota(tenant, nbytes)
+
+    def _make_room_in_quota(self, tenant: bytes, slot_bytes: int) -> bool:
+        catalog = self._catalog
+        if not catalog.is_limited(tenant):
+            return True
+        wanted = slot_bytes + sum(write.slot_bytes for chunk, write in self._writes.items() if chunk.tenant == tenant)
+        if wanted > self._quotas[tenant]:
+            return False
+        while catalog.beyond_quota(tenant, wanted):
+            oldest = catalog.oldest_of(tenant)
+            if oldest is None:
+                return False
+            self._evict(oldest, None)
+        return True
 
     def _pump(self, queue: _Queue) -> None:
         """Gives slots to waiting writes, and sees to it that enough more are coming."""
@@ -786,17 +831,22 @@ class FsTier:
 
     # Making room
 
-    def _evict(self, entry: Entry, queue: _Queue) -> None:
+    def _evict(self, entry: Entry, queue: _Queue | None) -> None:
+        """`queue`: whose writes wait for the slot; None: whose it is will be seen."""
         self._step("evicting")
         place = self._catalog.forget(entry)
         self._journal.forget(entry)
         self._counters.evictions += 1
-        queue.coming += 1
+        if queue is not None:
+            queue.coming += 1
 
         def committed() -> None:
-            queue.coming -= 1
             self._catalog.free(place, place.slab.ghosts.get(place.slot, frozenset()) | {entry.chunk})
-            self._pump(queue)
+            if queue is not None:
+                queue.coming -= 1
+                self._pump(queue)
+            else:
+                self._pump_all()
 
         self._journal.after_commit(committed)
 
@@ -1070,68 +1120,24 @@ class FsTier:
 
     # Scrub
 
-    async def scrub(
-        self,
-        bytes_per_s: float | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> list[str]:
-        """Reads every chunk once. A bad slot is quarantined and its chunk forgotten; a sentence for each is returned.
+    def scrub(self, bytes_per_s: float | None = None, sleep: Sleep = asyncio.sleep) -> AsyncIterator[str | None]:
+        """Reads every chunk once, for each says None or in a sentence what is wrong; see `Scrub.run`."""
+        return self._scrub.run(self._catalog, bytes_per_s=bytes_per_s, sleep=sleep)
 
-        What a kill left half written is dropped as well, but is no problem.
-        """
-        problems: list[str] = []
-        async for slab, slot in paced(
-            self._held_places(),
-            lambda place: place.slab.slot_bytes,
-            bytes_per_s=bytes_per_s,
-            clock=self._clock,
-            sleep=sleep,
-        ):
-            entry = slab.held.get(slot)
-            if self._closing:
-                break
-            if entry is None:
-                continue
-            was_proven = entry.proven
-            match await self._scrub_one(entry):
-                case ReadOutcome.DAMAGED if was_proven:
-                    problems.append(f"slab {slab.number}, slot {slot}: not the bytes that were written")
-                case ReadOutcome.LATE | ReadOutcome.BUSY | ReadOutcome.SICK as outcome:
-                    problems.append(f"slab {slab.number}, slot {slot}: could not be read ({outcome.value})")
-                case ReadOutcome.DAMAGED | ReadOutcome.READ | ReadOutcome.ABSENT:
-                    self._counters.scrubbed_chunks += 1
-                case never:
-                    assert_never(never)
-        return problems
-
-    def _held_places(self) -> Iterator[Place]:
-        for number in sorted(self._catalog.slabs):
-            slab = self._catalog.slabs.get(number)
-            for slot in sorted(slab.held) if slab is not None else ():
-                assert slab is not None
-                yield Place(slab, slot)
-
-    async def _scrub_one(self, entry: Entry) -> ReadOutcome:
+    def _read_to_check(self, entry: Entry, memory: Memory, done: ReadDone, released: Released) -> bool:
         if self._reads >= self._options.queue_max:
-            return ReadOutcome.BUSY
-        outcome: asyncio.Future[ReadOutcome] = self._loop.create_future()
-        released = asyncio.Event()
-        memory = Memory(self._scrub_address(entry.slot_bytes), entry.payload_bytes)
-        self._start_read(_Read(entry, memory, outcome.set_result, released.set, is_use=False))
-        await released.wait()
-        return await outcome
-
-    def _scrub_address(self, nbytes: int) -> int:
-        if not self._scrub_buffers or len(self._scrub_buffers[-1]) < nbytes:
-            self._scrub_buffers.append(mmap.mmap(-1, nbytes))
-            address = ctypes.addressof(ctypes.c_char.from_buffer(self._scrub_buffers[-1]))
-            self._pool.add_region(address, nbytes)
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._scrub_buffers[-1]))
-
-    async def _scrub_for_ever(self, bytes_per_s: float) -> None:
-        while True:
-            await self.scrub(bytes_per_s)
-            await asyncio.sleep(TICK_S)
+            return False
+        refusal: ReadOutcome | None = None
+        if entry.forgotten or self._closing:
+            refusal = ReadOutcome.ABSENT
+        elif not self._read_health.may_try(self._clock()):
+            refusal = ReadOutcome.SICK
+        if refusal is not None:
+            self._loop.call_soon(done, refusal)
+            self._loop.call_soon(released)
+        else:
+            self._start_read(_Read(entry, memory, done, released, is_use=False))
+        return True
 
     # What lies beside the chunks
 
@@ -1146,12 +1152,24 @@ class FsTier:
     async def drop_namespace(self, namespace_id: bytes) -> None:
         await self._ask(partial(self._directory.drop_namespace, namespace_id))
 
+    async def last_uses(self) -> dict[bytes, float]:
+        """When each namespace that has a document was last used, in seconds of the wall clock."""
+        return await self._ask(self._directory.last_uses)
+
+    async def note_use(self, namespace_id: bytes) -> None:
+        """It is used just now. A namespace without a document is left out."""
+        await self._ask(partial(self._directory.note_use, namespace_id))
+
     async def quotas(self) -> dict[str, dict[str, int]]:
         """Bytes by tenant id (hex) and tier."""
         return await self._ask(self._directory.quotas)
 
     async def keep_quotas(self, quotas: dict[str, dict[str, int]]) -> None:
         await self._ask(partial(self._directory.keep_quotas, quotas, self._small_files_bytes_max))
+
+    async def keep_learned(self, learned: dict[str, dict[str, str]]) -> None:
+        """By kind of engine and name. LimitExceeded when there is no room for it; OSError."""
+        await self._ask(partial(self._directory.keep_learned, learned, self._small_files_bytes_max))
 
     @property
     def _small_files_bytes_max(self) -> int:

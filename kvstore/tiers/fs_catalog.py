@@ -1,4 +1,4 @@
-"""What lies where in the fs tier, what it costs, and what has to go. Pure: no I/O, no clock.
+"""What lies where in the fs tier, what it costs, and what has to go. Pure: no I/O; time is asked of an argument.
 
 One thread at a time owns a catalog: the tier's worker while it fills it at start, then the event loop. It is the truth
 while the daemon lives; LMDB keeps a copy for the next start.
@@ -28,6 +28,7 @@ from typing import NamedTuple
 from kvstore.tiers.base import ChunkId
 from kvstore.tiers.fs_format import BLOCK_BYTES, SLOTS_PER_SLAB_MAX, slab_file_bytes, slot_bytes_for
 
+TICKS_ARE_TIMES_FROM = 1_500_000_000_000_000  # a time in 2017; what a rebuild takes from headers is less by far
 SLABS_PER_TIER = 64  # of the usual size; so many that taking one from a class hurts little, so few that they are cheap
 SLAB_BYTES_MAX = 8 << 30
 SMALL_FILES_BYTES_MIN = 256 << 10
@@ -153,9 +154,28 @@ class Usage:
     nbytes: int = 0
 
 
+@dataclass(slots=True)
+class _Limited:
+    """A tenant with a quota, and its chunks, oldest first."""
+
+    quota_bytes: int
+    used_bytes: int = 0
+    lru: OrderedDict[ChunkId, Entry] = field(default_factory=OrderedDict)
+
+
 class Catalog:
-    def __init__(self, cap_bytes: int, *, slab_bytes: int | None = None, foreign_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        cap_bytes: int,
+        *,
+        slab_bytes: int | None = None,
+        foreign_bytes: int = 0,
+        clock_us: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`clock_us`: the wall clock. Ticks follow it, but always rise with a use; so they are times too."""
         self.cap_bytes = cap_bytes
+        self._clock_us = clock_us
+        self._made_us = clock_us()
         self.foreign_bytes = foreign_bytes
         self.slab_bytes = slab_bytes or min(SLAB_BYTES_MAX, max(BLOCK_BYTES, cap_bytes // SLABS_PER_TIER))
         self.classes: dict[int, SizeClass] = {}
@@ -163,6 +183,7 @@ class Catalog:
         self.entries: dict[ChunkId, Entry] = {}
         self.on_change: Callable[[ChunkId, bool], None] | None = None  # held (True) or forgotten
         self.usage: dict[tuple[bytes, bytes], Usage] = {}  # by namespace and tenant
+        self._limited: dict[bytes, _Limited] = {}  # by tenant
         self.tick = 0
         self.reserved_bytes = 0  # of slabs being made or removed
         self.barred_numbers: set[int] = set()  # of slabs being made, or whose file could not be removed
@@ -324,6 +345,9 @@ class Catalog:
         slab.newest = max(slab.newest, tick)
         slab.size_class.lru[chunk] = entry
         self.entries[chunk] = entry
+        if (limited := self._limited.get(chunk.tenant)) is not None:
+            limited.lru[chunk] = entry
+            limited.used_bytes += slab.slot_bytes
         if self.on_change is not None:
             self.on_change(chunk, True)
         self.used_bytes += slab.slot_bytes
@@ -341,6 +365,9 @@ class Catalog:
         if self.on_change is not None:
             self.on_change(entry.chunk, False)
         del slab.size_class.lru[entry.chunk]
+        if (limited := self._limited.get(entry.chunk.tenant)) is not None:
+            del limited.lru[entry.chunk]
+            limited.used_bytes -= slab.slot_bytes
         del slab.held[entry.place.slot]
         slab.taken += 1
         self.used_bytes -= slab.slot_bytes
@@ -355,10 +382,46 @@ class Catalog:
         entry.tick = self._next_tick()
         entry.place.slab.newest = entry.tick
         entry.place.slab.size_class.lru.move_to_end(entry.chunk)
+        if (limited := self._limited.get(entry.chunk.tenant)) is not None:
+            limited.lru.move_to_end(entry.chunk)
 
     def _next_tick(self) -> int:
-        self.tick += 1
+        self.tick = max(self.tick + 1, self._clock_us())
         return self.tick
+
+    def idle_s(self, entry: Entry) -> float:
+        """Since its last use. Where a rebuild has lost that: since then."""
+        used_us = entry.tick if entry.tick >= TICKS_ARE_TIMES_FROM else self._made_us
+        return max(0, self._clock_us() - used_us) / 1e6
+
+    # Quotas
+
+    def set_quota(self, tenant: bytes, nbytes: int | None) -> int:
+        """None: no limit. What the tenant's chunks take, where there is one. Looks at every chunk when it is the
+        tenant's first."""
+        if nbytes is None:
+            self._limited.pop(tenant, None)
+            return 0
+        limited = self._limited.get(tenant)
+        if limited is None:
+            own = [entry for chunk, entry in self.entries.items() if chunk.tenant == tenant]
+            own.sort(key=lambda entry: entry.tick)
+            limited = self._limited[tenant] = _Limited(nbytes, lru=OrderedDict((entry.chunk, entry) for entry in own))
+            limited.used_bytes = sum(entry.slot_bytes for entry in own)
+        limited.quota_bytes = nbytes
+        return limited.used_bytes
+
+    def is_limited(self, tenant: bytes) -> bool:
+        return tenant in self._limited
+
+    def beyond_quota(self, tenant: bytes, nbytes: int) -> bool:
+        """Whether so much more would be."""
+        limited = self._limited.get(tenant)
+        return limited is not None and limited.used_bytes + nbytes > limited.quota_bytes
+
+    def oldest_of(self, tenant: bytes) -> Entry | None:
+        """Of a tenant with a quota: what goes first, if anything may."""
+        return next((entry for entry in self._limited[tenant].lru.values() if entry.readers == 0), None)
 
     # What has to go
 
@@ -425,6 +488,12 @@ class Catalog:
         used = sum(entry.slot_bytes for entry in self.entries.values())
         if used != self.used_bytes or used != sum(usage.nbytes for usage in self.usage.values()):
             yield f"{used} bytes held, {self.used_bytes} accounted for"
+        for tenant, limited in self._limited.items():
+            own = [entry for chunk, entry in self.entries.items() if chunk.tenant == tenant]
+            if limited.used_bytes != sum(entry.slot_bytes for entry in own) or limited.lru.keys() != {
+                entry.chunk for entry in own
+            }:
+                yield f"{limited.used_bytes} bytes of a tenant with a quota, and {len(own)} chunks do not agree"
         for entry in self.entries.values():
             if slot_bytes_for(entry.payload_bytes) != entry.slot_bytes:
                 yield f"{entry.payload_bytes} bytes in a slot of {entry.slot_bytes}"

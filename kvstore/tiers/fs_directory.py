@@ -317,6 +317,20 @@ class FsDirectory:
             )
         self.write_small(fs_paths.namespace(digest(document)), document.encode())
 
+    def last_uses(self) -> dict[bytes, float]:
+        """By namespace: when its document was written or noted as used, in seconds of the wall clock."""
+        uses = {}
+        for base in self._names(fs_paths.NAMESPACES):
+            name = f"{fs_paths.NAMESPACES}/{base}"
+            if (namespace_id := fs_paths.namespace_id(name)) is not None:
+                uses[namespace_id] = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime
+        return uses
+
+    def note_use(self, namespace_id: bytes) -> None:
+        """The file's time is when the namespace was last used: nothing to write, and nothing to decode."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(fs_paths.namespace(namespace_id), dir_fd=self._fd, follow_symlinks=False)
+
     def drop_namespace(self, namespace_id: bytes) -> None:
         self._unlink(fs_paths.namespace(namespace_id))
 
@@ -341,6 +355,28 @@ class FsDirectory:
         if taken + len(content) + BLOCK_BYTES > bytes_max:
             raise LimitExceeded(f"quotas of {len(content)} bytes beside {taken} bytes: {bytes_max} is the most")
         self.write_small(fs_paths.QUOTAS, content)
+
+    def learned(self) -> dict[str, dict[str, str]]:
+        """Documents by kind of engine and name; a damaged file is none."""
+        raw = self.read_small(fs_paths.LEARNED)
+        try:
+            document = {} if raw is None else json.loads(raw)
+            return {
+                str(kind): {str(name): str(text) for name, text in documents.items()}
+                for kind, documents in document.items()
+            }
+        except (ValueError, AttributeError, TypeError):
+            log.warning("%s: %s is damaged; engines learn their speed anew", self.path, fs_paths.LEARNED)
+            return {}
+
+    def keep_learned(self, learned: dict[str, dict[str, str]], bytes_max: int) -> None:
+        content = json.dumps(learned).encode()
+        taken = self.small_files_bytes()
+        if taken + len(content) + BLOCK_BYTES > bytes_max:
+            raise LimitExceeded(
+                f"{len(content)} bytes of what was learned beside {taken} bytes: {bytes_max} is the most"
+            )
+        self.write_small(fs_paths.LEARNED, content)
 
     def small_files_bytes(self) -> int:
         """What the directories and every file of ours but slabs and index take on disk."""

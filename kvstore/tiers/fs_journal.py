@@ -45,6 +45,8 @@ class Journal:
         self._retry_at_s = math.inf  # when to make a new one; inf: there is one, or it is being made
         self._changes: dict[ChunkId, Record | None] = {}
         self._touched: set[Entry] = set()
+        self._stored = 0  # of the changes
+        self._stored_committing = 0
         self._committing = False
         self._timer: asyncio.TimerHandle | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -60,6 +62,7 @@ class Journal:
 
     def put(self, entry: Entry) -> None:
         self._changes[entry.chunk] = record_of(entry)
+        self._stored += 1
         self._soon()
 
     def forget(self, entry: Entry) -> None:
@@ -75,6 +78,11 @@ class Journal:
         """Calls it when every change until now is committed, or the index is given up. In order of the calls."""
         self._callbacks.append(callback)
         self._commit()
+
+    @property
+    def unindexed(self) -> int:
+        """How many chunks the next start would not know of after a kill; rather too many than too few."""
+        return self._stored + self._stored_committing if self._complete else len(self._catalog.entries)
 
     @property
     def is_quiet(self) -> bool:
@@ -93,6 +101,7 @@ class Journal:
         self._committing = True
         changes = self._take_changes()
         callbacks, self._callbacks = self._callbacks, []
+        self._stored_committing, self._stored = self._stored, 0
         self._worker.run(
             partial(self._commit_in_worker, changes, self._sequence, complete=self._complete),
             partial(self._committed, callbacks),
@@ -119,6 +128,7 @@ class Journal:
 
     def _committed(self, callbacks: list[Callable[[], None]], result: Failure | None) -> None:
         self._committing = False
+        self._stored_committing = 0
         if result is not None:
             self.failed(result)
         for callback in callbacks:

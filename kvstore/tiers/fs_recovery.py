@@ -61,10 +61,11 @@ class Recovery:
     progress: Progress
     cancelled: threading.Event
     step: Step
+    wall_clock_us: Callable[[], int] = lambda: 0
 
     def run(self) -> Recovered:
         """OSError, or Cancelled."""
-        catalog = Catalog(self.cap_bytes, slab_bytes=self.slab_bytes)
+        catalog = Catalog(self.cap_bytes, slab_bytes=self.slab_bytes, clock_us=self.wall_clock_us)
         try:
             return self._run(catalog)
         except BaseException:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,12 +78,14 @@ class Member:
 class Node:
     """One daemon, one engine of two halves, and some clients."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, *, arguments: Sequence[str] = ()) -> None:
+        """`arguments`: of the daemon, beside the usual ones."""
         _context.set_forkserver_preload(["tests.crash.processes"])
         self.folder = folder
         self.rnd = random.Random(seed)
         self.tally = Tally(folder, Tally.ROWS - 1)
         self.engines_started = 0
+        self.arguments = arguments
         self.daemon = self._start_daemon()
         self.engine: dict[str, Member] = {}
         self.clients: list[Member] = []
@@ -98,9 +100,14 @@ class Node:
     # -- starting
 
     def _start_daemon(self) -> Daemon:
-        daemon = start_daemon(runtime_dir=self.folder / "run", cpu_bytes=CPU_BYTES, hash_seed=SEED)
+        daemon = self.spawn_daemon()
         daemon.wait_until_ready()
         return daemon
+
+    def spawn_daemon(self) -> Daemon:
+        return start_daemon(
+            runtime_dir=self.folder / "run", cpu_bytes=CPU_BYTES, hash_seed=SEED, arguments=self.arguments
+        )
 
     def start_engine(self) -> None:
         self.engines_started += 1
@@ -125,6 +132,11 @@ class Node:
         process = _context.Process(target=processes.client, args=arguments, daemon=True)
         process.start()
         return Member(process, row)
+
+    def replace_daemon(self) -> None:
+        """After it was killed."""
+        self.close_daemon()
+        self.daemon = self._start_daemon()
 
     # -- looking
 
@@ -188,8 +200,7 @@ class Node:
                 os.kill(self.daemon.pid, signal.SIGSTOP)
                 time.sleep(self.rnd.uniform(0.1, 0.5))
             self.daemon.kill()
-            self._close_daemon()
-            self.daemon = self._start_daemon()
+            self.replace_daemon()
             if self.stats()["instance_id"] == instance_id:
                 raise Violation("two daemons with one instance id")
             wait_until(self.all_attached, "every process has found the new daemon")
@@ -239,7 +250,7 @@ class Node:
 
     # -- stopping
 
-    def _close_daemon(self) -> None:
+    def close_daemon(self) -> None:
         assert self.daemon.process.stdout is not None
         self.daemon.process.stdout.close()
         self.daemon.log_path.unlink(missing_ok=True)
@@ -253,7 +264,7 @@ class Node:
                 member.process.join(WAIT_S)
         if self.daemon.process.poll() is None:
             self.daemon.stop()
-        self._close_daemon()
+        self.close_daemon()
 
     def require_empty_after_all_have_ended(self) -> None:
         for member in self.members():
@@ -269,10 +280,11 @@ class Node:
 
 
 @contextlib.contextmanager
-def running_node(seed: int) -> Iterator[Node]:
+def running_node(seed: int, arguments: Callable[[Path], Sequence[str]] = lambda _: ()) -> Iterator[Node]:
+    """In a folder of its own, from which the daemon's `arguments` are made."""
     folder = Path(tempfile.mkdtemp(prefix="kvstore-crash-"))
     try:
-        node = Node(folder, seed)
+        node = Node(folder, seed, arguments=arguments(folder))
         try:
             yield node
         finally:

@@ -20,7 +20,7 @@ from kvstore.tiers.base import ReadOutcome
 from kvstore.tiers.conformance import chunk_id
 from kvstore.tiers.fs_directory import FsDirectory
 from tests.crash.fs_child import CHUNKS, SLAB_SLOTS
-from tests.fs_support import du, fs_bench, options
+from tests.fs_support import du, fs_bench, options, problems_found
 
 CAP = 3 << 20
 SMALL_CAP = 2 << 20
@@ -119,7 +119,7 @@ async def look(
             outcome, content = await bench.read(chunk_id(number))
             bench.assert_right(chunk_id(number), outcome, content)
             readable += outcome is ReadOutcome.READ
-        assert await bench.tier.scrub() == []
+        assert await problems_found(bench) == []
         stats = bench.tier.stats()
         assert stats.corruptions == 0
         if not rebuilt:

@@ -2,10 +2,13 @@
 way when its disk is full or gone."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,9 +17,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore import admin
-from kvstore.client import Loaded, Lookup, Miss, Present, StoreClient, Stored
-from kvstore.errors import ProtocolError
+from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
 from kvstore.testing import Daemon, running_daemon, start_daemon
+from kvstore.tiers.fs_format import slot_bytes_for
 from tests.integration.conftest import (
     CHUNK_BYTES,
     WAIT_S,
@@ -160,12 +163,7 @@ def test_a_chunk_is_promoted_once_for_all_who_want_it(fs_dir: Path) -> None:
 def test_a_flipped_bit_on_disk_is_a_miss_counted_and_removed(fs_dir: Path) -> None:
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
         client.put("salt", {key(1): payload(1), key(2): payload(2)})
-    [slab] = [path for path in fs_dir.iterdir() if path.stat().st_size > 1 << 19 and payload(1) in path.read_bytes()]
-    content = slab.read_bytes()
-    at = content.index(payload(1)) + 5_000
-    with slab.open("r+b") as file:
-        file.seek(at)
-        file.write(bytes([content[at] ^ 1]))
+    flip(slab_with(fs_dir, payload(1)), payload(1))
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
         wait_for_lookup(client, [key(1), key(2)], Lookup.FS)
         assert client.get("salt", [key(1), key(2)]) == [None, payload(2)]
@@ -174,6 +172,70 @@ def test_a_flipped_bit_on_disk_is_a_miss_counted_and_removed(fs_dir: Path) -> No
         assert (tier["corruptions"], tier["chunks"]) == (1, 1)
         assert client.put("salt", {key(1): payload(1)}) == {key(1): Stored()}
         wait_for_disk(daemon, 2)
+
+
+def slab_with(fs_dir: Path, content: bytes) -> Path:
+    [slab] = [path for path in fs_dir.iterdir() if path.stat().st_size > 1 << 19 and content in path.read_bytes()]
+    return slab
+
+
+def flip(slab: Path, content: bytes) -> None:
+    """A bit of that payload, on disk."""
+    at = slab.read_bytes().index(content) + 5_000
+    with slab.open("r+b") as file:
+        file.seek(at)
+        [byte] = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def kvstore(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvstore.cli", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
+
+
+def test_check_data_reads_everything_on_disk_and_forgets_what_has_gone_bad(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+    for name in (7, 8):
+        flip(slab_with(fs_dir, payload(name)), payload(name))
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        wait_for_disk(daemon, 100)
+        assert admin.check(daemon.endpoint) == []
+        told: list[tuple[int, int]] = []
+        problems = admin.check_data(daemon.endpoint, progress=lambda *numbers: told.append(numbers))
+        assert len(problems) == 2
+        assert all("not the bytes that were written" in problem for problem in problems)
+        assert told[-1] == (100, 100)
+        found = kvstore("check", "--data", "--json", "--endpoint", daemon.endpoint)
+        assert (found.returncode, json.loads(found.stdout)) == (0, {"problems": []})
+        tier = fs_tier(daemon)
+        assert (tier["corruptions"], tier["quarantined_slots"], tier["chunks"]) == (2, 2, 98)
+        assert tier["scrubbed_chunks"] == 198
+        assert client.lookup("salt", KEYS[7:10]) == [Lookup.MISS, Lookup.MISS, Lookup.FS]
+
+
+def test_check_data_ends_when_its_caller_hangs_up(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+        wait_for_disk(daemon, 100)
+        command = [sys.executable, "-m", "kvstore.cli", "check", "--data", "--bytes-per-s", "100kB"]
+        with subprocess.Popen([*command, "--endpoint", daemon.endpoint], stderr=subprocess.DEVNULL) as slow:
+            eventually(lambda: fs_tier(daemon)["scrubbed_chunks"] > 0, "the first chunks are read")
+            slow.kill()
+        eventually(lambda: [s["role"] for s in daemon.stats()["sessions"]] == ["client", "admin"], "it has gone")  # type: ignore[attr-defined]
+        assert fs_tier(daemon)["scrubbed_chunks"] < 100
+        assert admin.check_data(daemon.endpoint) == []
+
+
+def test_the_background_scrub_finds_what_has_gone_bad(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+    flip(slab_with(fs_dir, payload(7)), payload(7))
+    with running_daemon(arguments=[*fs_flags(fs_dir), "--scrub-bytes-per-s", "100MB"]) as daemon:
+        eventually(lambda: fs_tier(daemon)["scrubbed_chunks"] == 100, "every chunk is read")
+        tier = fs_tier(daemon)
+        assert (tier["corruptions"], tier["chunks"]) == (1, 99)
 
 
 def test_what_an_operator_removed_is_in_no_tier_and_does_not_come_back(fs_dir: Path) -> None:
@@ -191,8 +253,6 @@ def test_what_an_operator_removed_is_in_no_tier_and_does_not_come_back(fs_dir: P
         assert (fs_tier(daemon)["removals"], fs_tier(daemon)["chunks"]) == (100, 1)
         admin.remove(daemon.endpoint, admin.selection(tier="cpu"))
         assert client.lookup("other", [key(1)]) == [Lookup.FS]
-        with pytest.raises(ProtocolError, match="no times"):
-            admin.remove(daemon.endpoint, admin.selection(), older_than_ms=1)
         daemon.kill()
     (fs_dir / "index.mdb").unlink(missing_ok=True)  # not even when all headers are read
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
@@ -283,3 +343,128 @@ def test_a_directory_removed_under_load_costs_the_tier_only(fs_dir: Path) -> Non
         assert client.put("salt", {key(100): payload(100)}) == {key(100): Stored()}
         os.mkdir(fs_dir, 0o700)
         eventually(lambda: fs_tier(daemon)["sick"] == "", "it is back")
+
+
+def test_write_back_writes_before_it_evicts_and_all_of_it_at_a_stop(fs_dir: Path) -> None:
+    flags = [*fs_flags(fs_dir), "--write-policy", "write_back"]
+    with (
+        running_daemon(cpu_bytes=64 * 12_288, arguments=flags) as daemon,
+        client_of(daemon) as client,
+    ):
+        client.put("salt", {key(name): payload(name) for name in range(8)})
+        assert fs_tier(daemon)["chunks"] == 0
+        for name in range(8, 100):
+            client.put("salt", {key(name): payload(name)})
+            if name >= 63:  # full: some of it is soon on disk
+                eventually(lambda name=name: fs_tier(daemon)["chunks"] >= name - 64 + 4, "what goes next is written")
+        # A slot that is granted in advance may cost a chunk that nobody had the time to write.
+        evictions, dropped = daemon.tier()["evictions"], fs_tier(daemon)["dropped_stores"]
+        assert evictions >= 36
+        assert dropped <= evictions // 4
+        assert fs_tier(daemon)["chunks"] < 100 - dropped
+    with running_daemon(arguments=flags) as daemon, client_of(daemon) as client:
+        wait_for_disk(daemon, 100 - dropped)
+        got = client.get("salt", KEYS)
+        assert got.count(None) == dropped
+        assert all(chunk in (None, expected) for chunk, expected in zip(got, PAYLOADS, strict=True))
+
+
+def test_selective_writes_what_was_used_again(fs_dir: Path) -> None:
+    flags = [*fs_flags(fs_dir), "--write-policy", "selective"]
+    with running_daemon(arguments=flags) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+
+        def used_again() -> bool:
+            assert client.get("salt", KEYS[:3]) == PAYLOADS[:3]
+            return fs_tier(daemon)["chunks"] == 3
+
+        eventually(used_again, "three chunks are on disk")
+    with running_daemon(arguments=flags) as daemon:
+        wait_for_disk(daemon, 3)
+
+
+DISK_SLOT_BYTES = slot_bytes_for(CHUNK_BYTES)
+
+
+def test_a_quota_on_disk_survives_a_restart_and_costs_the_tenant_its_own_oldest(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+        client.put("other", {key(1): payload(1)})
+        wait_for_disk(daemon, 101)
+        removed = admin.set_quota(daemon.endpoint, admin.selection(salt="salt", tier="fs"), 10 * DISK_SLOT_BYTES)
+        assert removed["by_tier"]["fs"]["evicted_chunks"] == 90  # type: ignore[index]
+        wait_for_disk(daemon, 11)
+        assert client.get("salt", KEYS) == PAYLOADS  # memory has no quota
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        wait_for_disk(daemon, 11)
+        [quota] = admin.quotas(daemon.endpoint, admin.selection(salt="salt"))
+        assert (quota["tier"], quota["bytes"], quota["used_bytes"]) == (
+            "fs",
+            10 * DISK_SLOT_BYTES,
+            10 * DISK_SLOT_BYTES,
+        )
+        names = range(200, 203)
+        client.put("salt", {key(name): payload(name) for name in names})
+        eventually(
+            lambda: (
+                {row["key"] for row in admin.chunks(daemon.endpoint, admin.selection(tier="fs"), limit=100)}
+                >= {key(name).hex() for name in names}
+            ),
+            "the new chunks are on disk",
+        )
+        assert (fs_tier(daemon)["chunks"], fs_tier(daemon)["dropped_stores"]) == (11, 0)
+        admin.set_quota(daemon.endpoint, admin.selection(salt="salt"), 0)
+        assert client.put("salt", {key(300): payload(300)}) == {key(300): Rejected(RejectReason.QUOTA)}
+        assert (fs_tier(daemon)["chunks"], daemon.tier()["chunks"]) == (1, 0)
+        admin.set_quota(daemon.endpoint, admin.selection(salt="salt"), None)
+        assert client.put("salt", {key(300): payload(300)}) == {key(300): Stored()}
+        wait_for_disk(daemon, 2)
+    assert json.loads((fs_dir / "quotas.json").read_text()) == {}
+
+
+def test_gc_knows_after_a_restart_when_a_namespace_was_last_used(fs_dir: Path) -> None:
+    hour_s = 3_600
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon:
+        for model in ("old", "new"):
+            with client_of(daemon, namespace={"model": model}) as client:
+                client.put("salt", {key(1): payload(1)})
+        wait_for_disk(daemon, 2)
+    documents = {path: json.loads(path.read_text())["model"] for path in (fs_dir / "namespaces").iterdir()}
+    assert sorted(documents.values()) == ["new", "old"]
+    [old] = [path for path, model in documents.items() if model == "old"]
+    os.utime(old, (time.time() - 50 * hour_s,) * 2)
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon:
+        wait_for_disk(daemon, 2)
+        eventually(lambda: daemon.stats()["namespaces"] == 2, "the documents are read")
+        assert admin.collect(daemon.endpoint, 51 * hour_s * 1_000, dry_run=True) == []
+        [row] = admin.collect(daemon.endpoint, 49 * hour_s * 1_000)
+        assert row["document"]["model"] == "old"  # type: ignore[index]
+        assert (row["unused_s"], row["chunks"]) == (pytest.approx(50 * hour_s, abs=hour_s), 1)
+        assert fs_tier(daemon)["chunks"] == 1
+        assert not old.exists()
+        with client_of(daemon, namespace={"model": "old"}) as client:  # it may come back, empty
+            assert client.lookup("salt", [key(1)]) == [Lookup.MISS]
+            eventually(old.exists, "its document is kept again")
+            assert [gone["document"]["model"] for gone in admin.collect(daemon.endpoint, 1)] == ["new"]  # type: ignore[index]
+            assert client.put("salt", {key(1): payload(1)}) == {key(1): Stored()}
+
+
+def test_chunks_on_disk_have_ages_that_outlive_the_daemon_and_can_be_evicted_by_them(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+        wait_for_disk(daemon, 100)
+    stopped_s = time.monotonic()
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        wait_for_disk(daemon, 100)
+        ages = [row["idle_s"] for row in admin.chunks(daemon.endpoint, admin.selection(tier="fs"), limit=1_000)]
+        assert time.monotonic() - stopped_s <= min(ages)  # type: ignore[type-var]
+        assert max(ages) < 3_600  # type: ignore[type-var]
+        assert admin.remove(daemon.endpoint, admin.selection(), older_than_ms=3_600_000)["evicted_chunks"] == 0
+        wait_for_lookup(client, KEYS[:10], Lookup.FS)
+        unused_ms = int((time.monotonic() - stopped_s) * 1_000)
+        assert client.get("salt", KEYS[:10]) == PAYLOADS[:10]
+        settle(client)
+        would = admin.remove(daemon.endpoint, admin.selection(tier="fs"), older_than_ms=unused_ms, dry_run=True)
+        gone = admin.remove(daemon.endpoint, admin.selection(tier="fs"), older_than_ms=unused_ms)
+        assert gone == would
+        assert (gone["evicted_chunks"], fs_tier(daemon)["chunks"]) == (90, 10)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvstore._native import fill, slot_offset
 from kvstore.cli import app
-from kvstore.client import Lookup, Rejected, StoreClient, Stored
+from kvstore.client import Lookup, Rejected, RejectReason, StoreClient, Stored
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc
 from kvstore.session import Attachment, Role, Session
 from kvstore.steps import Outcome, Ref, Steps
@@ -352,3 +352,68 @@ def test_only_an_attached_operator_may_ask(daemon: Daemon, client: StoreClient) 
                 call()
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert present(client, "a", range(1, 2)) == 1
+
+
+# Quotas
+
+
+def test_a_quota_holds_in_memory_and_shows_what_is_taken_of_it() -> None:
+    with running_daemon() as daemon, filled(daemon) as (of_m, of_n):
+        assert kvstore(daemon, "quota", "get") == {"quotas": []}
+        done = kvstore(daemon, "quota", "set", str(10 * SLOT_BYTES), "--tenant", "a")
+        assert done == removed(15)  # of 25, the least recently used first
+        [row] = kvstore(daemon, "quota", "get", "--tenant", "a")["quotas"]  # type: ignore[misc]
+        assert (row["tier"], row["bytes"], row["used_bytes"]) == ("cpu", 10 * SLOT_BYTES, 10 * SLOT_BYTES)
+        assert kvstore(daemon, "quota", "get", "--tenant", "b") == {"quotas": []}
+        names = range(100, 108)
+        put = of_m.put("a", {key(name): payload(name) for name in names})
+        assert set(put.values()) == {Stored()}
+        assert present(of_m, "a", names) == 8
+        assert present(of_n, "a", range(5)) + present(of_m, "a", range(20)) == 2
+        assert present(of_m, "b", range(10)) == 10
+        assert set(of_m.put("b", {key(name): payload(name) for name in names}).values()) == {Stored()}
+        assert kvstore(daemon, "quota", "set", "0", "--tenant", "b") == removed(18)
+        assert of_m.put("b", {key(1): payload(1)}) == {key(1): Rejected(RejectReason.QUOTA)}
+        kvstore(daemon, "quota", "unset", "--tenant", "b")
+        assert of_m.put("b", {key(1): payload(1)}) == {key(1): Stored()}
+        assert len(kvstore(daemon, "quota", "get")["quotas"]) == 1  # type: ignore[arg-type]
+
+
+def test_a_chain_longer_than_its_tenants_quota_is_stored_from_its_head_as_far_as_it_goes() -> None:
+    with running_daemon() as daemon, client_of(daemon) as client:
+        kvstore(daemon, "quota", "set", str(5 * SLOT_BYTES), "--tenant", "a")
+        put = client.put("a", {key(name): payload(name) for name in range(8)})
+        assert list(put.values()) == [Stored()] * 5 + [Rejected(RejectReason.QUOTA)] * 3
+        assert present(client, "a", range(8)) == 5
+
+
+def test_a_quota_is_of_one_tenant_and_of_a_tier_that_there_is(kept: Daemon) -> None:
+    assert "--tenant or --tenant-id" in kvstore_error(kept, "quota", "set", "1GiB", code=2)
+    assert "is not a size" in kvstore_error(kept, "quota", "set", "much", "--tenant", "a", code=2)
+    assert "no tier 'fs'" in kvstore_error(kept, "quota", "set", "1GiB", "--tenant", "a", "--tier", "fs", code=1)
+
+
+# Namespaces that nobody uses
+
+
+def test_gc_lists_and_removes_what_no_session_uses() -> None:
+    with running_daemon() as daemon, filled(daemon) as (of_m, of_n):
+        of_n.close()
+        names = [row["namespace_id"] for row in kvstore(daemon, "ls", "namespaces")["namespaces"]]  # type: ignore[attr-defined]
+        assert len(names) == 2
+
+        def candidates(older_than: str = "1ms") -> list[dict[str, object]]:
+            return kvstore(daemon, "gc", "--older-than", older_than, "--dry-run")["namespaces"]  # type: ignore[return-value]
+
+        eventually(lambda: len(candidates()) == 1, "the second client has gone")
+        assert candidates("1h") == []
+        [row] = candidates()
+        assert (row["document"]["model"], row["chunks"], row["bytes"]) == ("n", 8, 8 * SLOT_BYTES)  # type: ignore[index]
+        assert "say --yes" in kvstore_error(daemon, "gc", "--older-than", "1ms", code=2)
+        assert "--older-than 30d" in kvstore_error(daemon, "gc", code=2)
+        [gone] = kvstore(daemon, "gc", "--older-than", "1ms", "--yes")["namespaces"]  # type: ignore[misc]
+        assert (gone["namespace_id"], gone["chunks"]) == (row["namespace_id"], 8)
+        left = kvstore(daemon, "ls", "namespaces")["namespaces"]
+        assert [row["document"]["model"] for row in left] == ["m"]  # type: ignore[attr-defined, index]
+        assert present(of_m, "a", range(20)) == 20
+        assert candidates() == []

@@ -99,7 +99,8 @@ def test_sockets_are_for_their_owner_only(runtime_dir: Path) -> None:
         ({"cpu_bytes": "1000TiB"}, "bytes of memory; ask for less"),
         ({"hash_seed": None, "environment": {"PYTHONHASHSEED": "random"}}, "PYTHONHASHSEED is 'random'"),
         ({"arguments": ["--index-bytes", "1"]}, "--index-bytes is 1, and a table for an arena of 67108864 bytes takes"),
-        ({"arguments": ["--write-policy", "write_through"]}, "No such option"),  # until there is a choice
+        ({"arguments": ["--write-policy", "write_through"]}, "of the filesystem tier"),
+        ({"arguments": ["--no-such-option", "1"]}, "No such option"),
         ({"arguments": ["--fs-dir", "/x"]}, "--fs-dir is given without --fs-bytes"),
         ({"arguments": ["--allow-uid", "12345"]}, "add --socket-mode 0660"),
         ({"environment": {"KVSTORE_VERIFY": "1"}}, "KVSTORE_VERIFY is '1'"),

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvstore.client import Lookup, StoreClient
 from kvstore.errors import (
     BadKey,
+    ConfigurationError,
     KVStoreError,
     LimitExceeded,
     NamespaceMismatch,
@@ -357,7 +358,7 @@ def test_more_keys_than_one_call_takes_are_refused(client: StoreClient) -> None:
 
 
 def test_an_empty_salt_is_no_tenant(client: StoreClient) -> None:
-    with pytest.raises(ValueError, match=r"non-empty string or None"):
+    with pytest.raises(SaltRequired, match=r"an empty salt names no tenant"):
         client.put("", {key(1): payload(1)})
 
 
@@ -376,7 +377,7 @@ def test_where_salts_are_required_the_unsalted_are_refused() -> None:
 def test_a_namespace_that_contradicts_its_session_is_refused(daemon: Daemon) -> None:
     with pytest.raises(NamespaceMismatch, match=r"says chunk_bytes 1, and the session 10000"):
         client_of(daemon, namespace={"model": "m", "chunk_bytes": 1})
-    with pytest.raises(TypeError, match=r"document.scale is 1.5 \(float\)"):
+    with pytest.raises(ConfigurationError, match=r"document.scale is 1.5 \(float\)"):
         client_of(daemon, namespace={"scale": 1.5})
 
 

@@ -69,7 +69,12 @@ def vllm_config(extra: dict[str, object] | None = None, **transfer: object) -> V
                 "kv_connector_module_path": "connector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"endpoint": "unix:///nowhere/kvstore.sock", **(extra or {})},
+                # What a load or store does is tested here, not whether it pays.
+                "kv_connector_extra_config": {
+                    "endpoint": "unix:///nowhere/kvstore.sock",
+                    "admission": "always",
+                    **(extra or {}),
+                },
                 **transfer,
             }
         ),

@@ -7,12 +7,13 @@
 import ctypes
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 
 import numpy as np
 
 from kvstore._native import CPU, FS, MISS, PENDING
+from kvstore.decisions import Decision
 from kvstore.session import GroupState
 from kvstore.steps import Outcome
 
@@ -42,7 +43,10 @@ class FakeDaemon:
         self.pending: set[tuple[bytes, bytes, bytes]] = set()
         self.promotions_max = 1 << 30  # at once
         self.fs_hits = 0
+        self.reads: list[tuple[int, float]] = []
+        self.unwaited: set[bytes] = set()  # keys that nobody waits for, or waits for any more
         self.touched: list[tuple[bytes, ...]] = []
+        self.used: Counter[bytes] = Counter()  # how often each key: one request is one use, by a touch or a commit
         self.probes: list[tuple[str, str, bytes]] = []
         self.misses = self.hits = self.failed_loads = 0
         self.on_grant: Callable[[int], None] = lambda _slot: None
@@ -76,6 +80,7 @@ class FakeDaemon:
         self.on_commit(slot, key)
         self.stored[place] = slot
         self.parents[key] = parent
+        self.used[key] += 1
 
     def abort(self, slot: int, generation: int) -> None:
         self._end_grant(slot, generation)
@@ -190,6 +195,11 @@ class FakeSteps:
         self.kept = False
         self.closed = False
         self.promotes = self.promotes_answered = 0
+        self.told: list[Decision] = []
+        self.learning = ""
+        self.learned: dict[str, str] = {}
+        self.learned_there: dict[str, str] = {}
+        self.cpu_full = False
         self.tails: set[tuple[int, int]] = set()  # named by requests for slots
 
     @property
@@ -236,16 +246,36 @@ class FakeSteps:
         if not self.broken:
             self.daemon.release(slot, loaded=loaded, promoted=promoted)
 
-    def promote(self, tenant: bytes, keys: Sequence[bytes]) -> int:
+    def promote(self, tenant: bytes, keys: Sequence[bytes], *, waited: bool = True) -> int:
         self.promotes += 1
         if not self.broken and self.answered:
+            if not waited:
+                self.daemon.unwaited.update(keys)
             self.daemon.promote(tenant, keys)
             self.promotes_answered = self.promotes
         return self.promotes
 
-    def touch(self, tenant: bytes, keys: Sequence[bytes]) -> None:  # noqa: ARG002
+    def tell(self, decision: Decision) -> None:
+        self.told.append(decision)
+
+    def ask_learned(self, learning: str) -> None:
+        self.learning = learning
+
+    def learn(self, learned: Mapping[str, str]) -> None:
+        self.learned.update(learned)
+
+    def take_learned(self) -> dict[str, str]:
+        learned, self.learned_there = self.learned_there, {}
+        return learned
+
+    def take_reads(self) -> list[tuple[int, float]]:
+        reads, self.daemon.reads = self.daemon.reads, []
+        return reads
+
+    def touch(self, tenant: bytes, keys: Sequence[bytes], *, again: int = 0) -> None:  # noqa: ARG002
         if not self.broken:
             self.daemon.touched.append(tuple(keys))
+            self.daemon.used.update(keys[again:])
 
     def miss(self, count: int) -> None:
         if not self.broken:

@@ -1,19 +1,24 @@
 """arena.sock from the daemon's side, in one process: pidfds, their absence, and peers that misbehave."""
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvstore import attach, limits
+from kvstore import session as session_module
 from kvstore.attach import ArenaSocket, peer_pidfd
+from kvstore.errors import Unavailable
 from kvstore.namespace import canonical_json, seed_fingerprint
-from kvstore.rpc.handover import Hello, Memory, Refusal, decode
+from kvstore.rpc.handover import GOODBYE, Hello, Memory, Refusal, decode
 from kvstore.rpc.v1 import store_pb2
 from kvstore.store import Session, Store
 from kvstore.tiers.cpu import CpuTier
@@ -206,6 +211,7 @@ def test_who_connects_and_never_attaches_does_not_keep_a_place(tmp_path: Path) -
 
 def test_too_many_sessions_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SESSIONS_MAX", 1)
+    monkeypatch.setattr(limits, "OPERATORS_MAX", 0)
 
     async def scene(place: Place) -> None:
         first, _ = await place.connect()
@@ -218,6 +224,50 @@ def test_too_many_sessions_are_told_so(tmp_path: Path, monkeypatch: pytest.Monke
         assert "this daemon takes 1" in refusal.reason
         first.close()
         second.close()
+
+    run(tmp_path, scene)
+
+
+def test_who_finds_the_queue_of_connections_full_waits_for_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "s")
+    with contextlib.ExitStack() as open_sockets:
+
+        def new_socket() -> socket.socket:
+            return open_sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+
+        listener = new_socket()
+        listener.bind(path)
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting = new_socket()
+                waiting.setblocking(False)
+                waiting.connect(path)
+        latecomer = new_socket()
+        latecomer.settimeout(WAIT_S)
+        with pytest.raises(Unavailable, match=r"too many processes are connecting"):
+            session_module._connect(latecomer, path, deadline_s=0.0)
+
+        # Whoever comes too late looks again, and by then one has been let in.
+        def let_one_in(_: float) -> None:
+            open_sockets.enter_context(listener.accept()[0])
+
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=let_one_in)
+        monkeypatch.setattr(session_module, "time", clock)
+        session_module._connect(latecomer, path, deadline_s=time.monotonic() + WAIT_S)
+        assert latecomer.getpeername() == path
+
+
+def test_a_goodbye_ends_grants_though_the_process_lives(tmp_path: Path) -> None:
+    async def scene(place: Place) -> None:
+        sock, session = await place.attached_with_grants(3)
+        sock.send(GOODBYE)
+        sock.close()
+        await place.eventually(lambda: place.granted_bytes() == 0)
+        assert not place.store.watched(session)
+        assert place.store.problems() == []
 
     run(tmp_path, scene)
 

@@ -267,3 +267,19 @@ def test_a_tier_declined_many_times_is_looked_at_again() -> None:
     assert choice.explores(random=0.5, tier_is_idle=True, predicted_regret_s=0.2, regret_s_max=1.0)
     choice.observed()
     assert not choice.explores(random=0.5, tier_is_idle=True, predicted_regret_s=0.2, regret_s_max=1.0)
+
+
+def test_a_tier_quicker_than_thought_is_looked_at_again_at_once() -> None:
+    choice = Choice()
+    ask = {"random": 0.5, "tier_is_idle": True, "predicted_regret_s": 0.0, "regret_s_max": 0.0}
+    choice.decided(loading=False)
+    assert not choice.explores(**ask)
+    choice.observed(0.9, 1.0)
+    assert not choice.explores(**ask)
+    choice.observed(0.1, 1.0)
+    assert choice.explores(**ask)
+    for bad in (math.nan, -1.0, 0.0, math.inf):
+        choice.observed(bad, 1.0)
+        assert not choice.explores(**ask)
+    choice.decided(loading=False)
+    assert choice.explores(**ask, after=1)

@@ -36,7 +36,7 @@ def test_without_an_endpoint_the_daemons_own_default_is_used(monkeypatch):
         ({"offload_promt_only": True}, ["'offload_promt_only'", "'offload_prompt_only'"]),
         ({"xyzzy": 1}, ["'xyzzy'", "known keys are endpoint"]),
         ({"tp_lcm_size": 0}, ["tp_lcm_size=0", "above 0"]),
-        ({"admission": "model"}, ["unknown key 'admission'"]),
+        ({"admission": "sometimes"}, ["admission='sometimes'", "model, always, never"]),
         ({"offload_prompt_only": "yes"}, ["offload_prompt_only='yes'", "true or false"]),
         ({"require_cache_salt": 1}, ["require_cache_salt=1", "true or false"]),
         ({"canonical_layout": False}, ["canonical_layout=False", "leave the key out"]),

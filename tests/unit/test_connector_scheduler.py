@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -116,6 +117,40 @@ def test_a_prefix_that_the_gpu_holds_stays_young_in_the_store(engine):
     engine.serve("again", PROMPT)  # from the engine's own cache; vLLM never says touch
     assert tuple(stored_keys(engine)) in engine.daemon.touched
     assert engine.daemon.hits == 0
+
+
+def prompt_keys(request):
+    return request.block_hashes[1:10:2]
+
+
+def test_one_request_is_one_use_of_each_chunk_however_often_the_daemon_hears_of_it(engine):
+    cold = engine.serve("cold", PROMPT, max_tokens=20)  # its prompt takes two steps
+    answer = [key for key in cold.block_hashes[1::2] if key not in prompt_keys(cold)]
+    assert [engine.daemon.used[key] for key in prompt_keys(cold)] == [1] * 5
+    assert [engine.daemon.used[key] for key in answer][:2] == [1, 1]
+    engine.serve("from the engine's own cache", PROMPT)
+    assert [engine.daemon.used[key] for key in prompt_keys(cold)] == [2] * 5
+    warm(engine, "from the store")
+    assert engine.daemon.hits == 5
+    assert [engine.daemon.used[key] for key in prompt_keys(cold)] == [3] * 5
+
+
+def test_an_engine_that_only_loads_uses_what_it_loads(engine):
+    cold = engine.serve("cold", PROMPT)
+    engine.daemon.used.clear()
+    engine.half._rules = replace(engine.half._rules, stores=False)
+    warm(engine, "warm")
+    assert engine.daemon.hits == 5
+    assert [engine.daemon.used[key] for key in prompt_keys(cold)] == [1] * 5
+
+
+def test_a_chunk_that_could_not_be_stored_was_used_all_the_same():
+    engine = PretendEngine(slots=3)
+    request = engine.serve("cold", PROMPT)
+    assert len(engine.daemon.stored) == 3
+    assert [engine.daemon.used[key] for key in prompt_keys(request)] == [1] * 5
+    engine.serve("again", PROMPT)
+    assert [engine.daemon.used[key] for key in prompt_keys(request)] == [2] * 5
 
 
 def test_a_single_token_on_an_idle_engine_is_committed_without_a_further_request(engine):

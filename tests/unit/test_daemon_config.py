@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import (
+    EVICTION_POLICIES,
     ListenAddress,
     ServeConfig,
+    WritePolicy,
     default_endpoint,
     default_runtime_dir,
     endpoint_paths,
@@ -14,6 +16,7 @@ from kvstore.config import (
     serve_config,
 )
 from kvstore.errors import ConfigurationError
+from tests.unit.native_store import native_store
 
 SEED = {"PYTHONHASHSEED": "0"}
 
@@ -62,13 +65,26 @@ def test_defaults() -> None:
         index_bytes=None,
         fs_dir=None,
         fs_bytes=0,
+        write_policy=WritePolicy.WRITE_THROUGH,
+        write_after_uses=2,
+        n_read_threads=16,
+        n_write_threads=8,
+        scrub_bytes_per_s=None,
         hash_seed="0",
         require_cache_salt=False,
+        eviction_policy="adaptive",
         metrics_listen=ListenAddress("127.0.0.1", 9765),
         allow_uids=frozenset(),
         socket_mode=0o600,
     )
     assert found.endpoint == "unix:///x/kvstore.sock"
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_every_eviction_policy_is_one_of_the_core_too(policy: str) -> None:
+    assert config({"eviction_policy": policy}).eviction_policy == policy
+    with native_store(eviction_policy=policy) as store:
+        assert store.put(1)
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
@@ -103,6 +119,7 @@ def test_variables_of_commands_and_of_kubernetes_are_not_settings() -> None:
         ({"allow_uid": ["root"]}, r"--allow-uid: 'root' is not a numeric user id"),
         ({"allow_uid": ["1000"]}, r"--allow-uid 1000 needs .* --socket-mode is 0600; add --socket-mode 0660"),
         ({"require_cache_salt": "perhaps"}, r"--require-cache-salt: 'perhaps' is neither true nor false"),
+        ({"eviction_policy": "fifo"}, r"--eviction-policy: 'fifo' is none of adaptive, lru, probation"),
         ({"runtime_dir": "/" + "x" * 100}, r"socket path .* has 114 bytes, and the kernel takes 107"),
         ({"hash_seed": "random"}, r"PYTHONHASHSEED is 'random'.*--hash-seed"),
     ],
@@ -155,7 +172,11 @@ def test_the_arena_socket_lies_beside_the_endpoint() -> None:
 
 
 def test_the_filesystem_tier_takes_a_directory_and_a_cap() -> None:
-    found = config({"fs_dir": "/data/kv", "fs_bytes": "1GiB"})
+    found = config(
+        {"fs_dir": "/data/kv", "fs_bytes": "1GiB", "n_read_threads": "3", "scrub_bytes_per_s": "20MB"},
+        {"KVSTORE_N_WRITE_THREADS": "2"},
+    )
+    assert (found.n_read_threads, found.n_write_threads, found.scrub_bytes_per_s) == (3, 2, 20_000_000)
     assert (found.fs_dir, found.fs_bytes) == (Path("/data/kv"), 1 << 30)
     with pytest.raises(ConfigurationError, match="--fs-dir is given without --fs-bytes"):
         config({"fs_dir": "/data/kv"})
@@ -163,3 +184,31 @@ def test_the_filesystem_tier_takes_a_directory_and_a_cap() -> None:
         config(environment={"KVSTORE_FS_BYTES": "1GiB"})
     with pytest.raises(ConfigurationError, match="--fs-bytes is 1000, less than"):
         config({"fs_dir": "/data/kv", "fs_bytes": "1000"})
+
+
+@pytest.mark.parametrize("name", ["n_read_threads", "n_write_threads", "scrub_bytes_per_s", "write_after_uses"])
+def test_what_is_of_the_filesystem_tier_needs_one(name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ConfigurationError, match=f"{flag} is of the filesystem tier, and no --fs-dir"):
+        config({name: "2"})
+
+
+@pytest.mark.parametrize("threads", ["0", "257", "-1", "1.5", "many", True])
+def test_what_is_no_number_of_threads_is_refused(threads: object) -> None:
+    with pytest.raises(ConfigurationError, match="is not a number of threads from 1 to 256"):
+        config({"fs_dir": "/data/kv", "fs_bytes": "1GiB", "n_read_threads": threads})
+
+
+def test_write_policies() -> None:
+    fs = {"fs_dir": "/data/kv", "fs_bytes": "1GiB"}
+    assert config(fs | {"write_policy": "write_back"}).write_policy is WritePolicy.WRITE_BACK
+    found = config(fs | {"write_policy": "selective"}, {"KVSTORE_WRITE_AFTER_USES": "3"})
+    assert (found.write_policy, found.write_after_uses) == (WritePolicy.SELECTIVE, 3)
+    with pytest.raises(ConfigurationError, match="'lazy' is no write policy; the policies are write_through, write_b"):
+        config(fs | {"write_policy": "lazy"})
+    with pytest.raises(ConfigurationError, match="is of --write-policy selective, and the policy is write_back"):
+        config(fs | {"write_policy": "write_back", "write_after_uses": "3"})
+    with pytest.raises(ConfigurationError, match="is not a number of uses from 2 to 1000"):
+        config(fs | {"write_policy": "selective", "write_after_uses": "1"})
+    with pytest.raises(ConfigurationError, match="--write-policy is of the filesystem tier"):
+        config({"write_policy": "write_through"})

@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.tiers.conformance import chunk_id
 from kvstore.tiers.fs_catalog import (
+    TICKS_ARE_TIMES_FROM,
     Catalog,
     Entry,
     Evict,
@@ -219,3 +220,26 @@ def test_accounts_stay_true_through_any_sequence(seed: int) -> None:
         assert catalog.entries.keys() == model.keys()
         assert catalog.charged_bytes <= catalog.cap_bytes
         in_order(catalog)
+
+
+def test_ticks_are_times_and_rise_with_every_use_also_when_the_clock_does_not() -> None:
+    now = [TICKS_ARE_TIMES_FROM + 10_000_000]
+    catalog = Catalog(1 << 30, clock_us=lambda: now[0])
+    slab = catalog.add_slab(0, -1, 1, 8192, 4, fresh=True)
+    entries = []
+    for number in range(2):
+        place = catalog.take_free(slab.size_class)
+        assert place is not None
+        entries.append(catalog.hold(chunk_id(number), place, number, 4096, proven=True))
+    assert entries[0].tick < entries[1].tick
+    now[0] += 5_000_000
+    assert [round(catalog.idle_s(entry), 3) for entry in entries] == [5.0, 5.0]
+    now[0] -= 60_000_000  # set back
+    catalog.touch(entries[0])
+    assert entries[0].tick > entries[1].tick
+    assert catalog.idle_s(entries[0]) == 0.0
+    place = catalog.take_free(slab.size_class)
+    assert place is not None
+    rebuilt = catalog.hold(chunk_id(3), place, 9, 4096, proven=False, tick=9)
+    now[0] = TICKS_ARE_TIMES_FROM + 17_000_000
+    assert catalog.idle_s(rebuilt) == 7.0  # since the catalog was made

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import subprocess
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from kvstore.tiers.fs_catalog import small_files_bytes_for
 from kvstore.tiers.fs_directory import DirectoryInUse, FsDirectory
 from kvstore.tiers.fs_format import BLOCK_BYTES, SlabHeader, SlotHeader, seal, slot_bytes_for, slot_offset
 from kvstore.tiers.fs_index import IndexUnusable
-from tests.fs_support import CAP_BYTES, CHUNK_BYTES, FsBench, du, fs_bench, options, until
+from tests.fs_support import CAP_BYTES, CHUNK_BYTES, FsBench, du, fs_bench, options, problems_found, until
 from tests.hanging_memory import HangingMemory
 
 Scenario = Callable[[], Awaitable[None]]
@@ -993,6 +994,56 @@ def test_an_unmounted_directory_is_waited_for_and_nothing_is_written_below(tmp_p
     run(scenario)
 
 
+# Quotas
+
+
+async def chunks_of(bench: FsBench, tenant: int) -> list[int]:
+    return [
+        int.from_bytes(chunk.key[-8:], "big")
+        for chunk, _ in bench.tier.chunks()
+        if chunk.tenant == tenant.to_bytes(16, "big")
+    ]
+
+
+def test_a_tenant_beyond_its_quota_loses_its_own_oldest_chunks_only(tmp_path: Path) -> None:
+    slot = slot_bytes_for(CHUNK_BYTES)
+    limited = (1).to_bytes(16, "big")
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(3), tenant=0)
+            await store(bench, range(5), tenant=1)
+            assert bench.tier.set_quota(limited, 4 * slot) == 5 * slot  # what is there stays
+            bench.tier.touch([chunk_id(0, tenant=1)])
+            assert await bench.write(chunk_id(5, tenant=1)) is WriteOutcome.STORED
+            assert await chunks_of(bench, 1) == [3, 4, 0, 5]
+            assert await chunks_of(bench, 0) == [0, 1, 2]
+        async with fs_bench(tmp_path, wait_ready=False) as bench:
+            bench.tier.set_quota(limited, 2 * slot)  # before anything is known of what is there
+            await bench.tier.ready()
+            assert await bench.write(chunk_id(6, tenant=1)) is WriteOutcome.STORED
+            assert await chunks_of(bench, 1) == [5, 6]
+            bench.tier.set_quota(limited, None)
+            await store(bench, range(7, 10), tenant=1)
+            assert len(await chunks_of(bench, 1)) == 5
+
+    run(scenario)
+
+
+def test_writes_under_way_count_towards_a_quota(tmp_path: Path) -> None:
+    slot = slot_bytes_for(CHUNK_BYTES)
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            bench.tier.set_quota((1).to_bytes(16, "big"), 3 * slot)
+            outcomes = await asyncio.gather(*(bench.write(chunk_id(n, tenant=1), n) for n in range(8)))
+            assert outcomes.count(WriteOutcome.STORED) == 3
+            assert outcomes.count(WriteOutcome.FULL) == 5
+            assert bench.tier.stats().used_bytes == 3 * slot
+
+    run(scenario)
+
+
 # Scrub
 
 
@@ -1000,13 +1051,13 @@ def test_a_scrub_finds_each_bad_slot_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with fs_bench(tmp_path) as bench:
             await store(bench, range(20))
-            assert await bench.tier.scrub() == []
+            assert await problems_found(bench) == []
             order = [chunk for chunk, _ in bench.tier.chunks()]
             for number in (3, 4):
                 bench.flip(chunk_id(number), BLOCK_BYTES + 7)
-            problems = await bench.tier.scrub()
+            problems = await problems_found(bench)
             assert len(problems) == 2
-            assert await bench.tier.scrub() == []
+            assert await problems_found(bench) == []
             await until(lambda: bench.tier.stats().quarantined == 2, "the quarantine")
             assert bench.tier.stats().corruptions == 2
             assert [chunk for chunk, _ in bench.tier.chunks()] == [each for each in order if each[2] not in spoiled()]
@@ -1024,7 +1075,7 @@ def test_a_torn_slot_is_dropped_and_is_no_corruption(tmp_path: Path) -> None:
             bench.flip(chunk_id(2), BLOCK_BYTES + CHUNK_BYTES - 1)
         (tmp_path / fs_paths.INDEX).unlink()
         async with fs_bench(tmp_path) as bench:
-            assert await bench.tier.scrub() == []
+            assert await problems_found(bench) == []
             stats = bench.tier.stats()
             assert (stats.torn, stats.corruptions, stats.quarantined) == (1, 0, 0)
             assert await found(bench, range(5)) == [0, 1, 3, 4]
@@ -1036,9 +1087,81 @@ def test_the_background_scrub_goes_round(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with fs_bench(tmp_path) as bench:
             await store(bench, range(5))
-        async with fs_bench(tmp_path, options(scrub_bytes_per_s=1e9)) as bench:
             bench.flip(chunk_id(2), BLOCK_BYTES)
+        async with fs_bench(tmp_path, options(scrub_bytes_per_s=1e9)) as bench:
             await until(lambda: not bench.tier.contains(chunk_id(2)), "the scrub to find it")
+
+    run(scenario)
+
+
+def test_passes_at_the_same_time_do_not_spoil_each_others_reads(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(40))
+            assert await asyncio.gather(*(problems_found(bench) for _ in range(4))) == [[]] * 4
+            assert bench.tier.stats().scrubbed_chunks == 160
+            assert (bench.tier.stats().corruptions, bench.tier.stats().chunks) == (0, 40)
+
+    run(scenario)
+
+
+def test_a_disk_that_hangs_ends_a_pass_and_a_later_one_goes_through(tmp_path: Path, hanging: HangingMemory) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(io_deadline_ms=50)) as bench:
+            await store(bench, range(3))
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            bench.tier._scrub._buffers.append(hanging._map)
+            [late] = await problems_found(bench)
+            assert "the rest was not looked at" in late
+            [waits] = await problems_found(bench)  # its buffer is the disk's until the read is back
+            assert "the rest was not looked at" in waits
+            hanging.let_go()
+            await until(bench.tier._scrub._buffer_is_free.is_set, "the read to return")
+            await until(lambda: bench.tier._read_health.may_try(time.monotonic()), "the tier to try again")
+            bench.tier._read_health.succeeded()
+            assert await problems_found(bench) == []
+            assert bench.tier.stats().chunks == 3
+
+    run(scenario)
+
+
+def test_a_pass_that_is_cancelled_leaves_the_buffer_to_the_disk(tmp_path: Path, hanging: HangingMemory) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(3))
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            bench.tier._scrub._buffers.append(hanging._map)
+            scrub = asyncio.create_task(problems_found(bench))
+            await until(lambda: not bench.tier._scrub._buffer_is_free.is_set(), "the read to begin")
+            await asyncio.sleep(0)
+            scrub.cancel()
+            await asyncio.wait([scrub])
+            assert not bench.tier._scrub._buffer_is_free.is_set()
+            hanging.let_go()
+            assert await problems_found(bench) == []
+            assert bench.tier.stats().corruptions == 0
+
+    run(scenario)
+
+
+def test_a_scrub_waits_while_requests_fill_the_queue(tmp_path: Path, hanging: HangingMemory) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(queue_max=1)) as bench:
+            await store(bench, range(3))
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            memory = Memory(hanging.address, CHUNK_BYTES)
+            done: list[ReadOutcome] = []
+            bench.tier.read(chunk_id(0), memory, done.append, lambda: None)
+            pauses: list[float] = []
+
+            async def sleep(seconds: float) -> None:
+                pauses.append(seconds)
+                hanging.let_go()
+                await asyncio.sleep(0.001)
+
+            assert [problem async for problem in bench.tier.scrub(sleep=sleep)] == [None] * 3
+            assert pauses
+            assert done == [ReadOutcome.READ]
 
     run(scenario)
 

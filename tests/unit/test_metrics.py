@@ -11,7 +11,11 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def test_the_document_lists_exactly_what_is_exported() -> None:
-    stats = admin_pb2.StatsReply(tiers=[admin_pb2.TierStats(name="cpu")])
+    stats = admin_pb2.StatsReply(
+        tiers=[admin_pb2.TierStats(name="cpu")],
+        decisions=[admin_pb2.AdmissionCount(kind="store", reason="ADMISSION")],
+        balances=[admin_pb2.TierBalance(tier="cpu")],
+    )
     exported = {
         (sample.name, family.type, ", ".join(f"`{label}`" for label in sample.labels))
         for family in families(stats)

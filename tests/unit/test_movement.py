@@ -1,6 +1,7 @@
 """Between the tiers, with the real index and a lower tier whose every answer the test decides."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -8,6 +9,7 @@ import pytest
 
 from kvstore import _native
 from kvstore._native import CPU, FS, MISS, PENDING
+from kvstore.config import WritePolicy
 from kvstore.movement import OWN_GROUP, PROMOTIONS_MAX, WAITING_MAX, WRITING_MAX, Movement
 from kvstore.tiers.base import ChunkId, Memory, ReadDone, ReadOutcome, Released, WriteDone, WriteOutcome
 from kvstore.tiers.cpu import CpuTier
@@ -31,6 +33,8 @@ class LowerTier:
     reads: list[tuple[ChunkId, Memory, ReadDone, Released]] = field(default_factory=list)
     on_change: object = None
 
+    def touch(self, chunks: object) -> None: ...
+
     async def ready(self) -> None: ...
 
     def contains(self, chunk: ChunkId) -> bool:
@@ -38,6 +42,9 @@ class LowerTier:
 
     def chunks(self) -> Iterator[tuple[ChunkId, int]]:
         return ((chunk, CHUNK) for chunk in list(self.held))
+
+    def ages(self) -> Iterator[tuple[ChunkId, int, float]]:
+        return ((chunk, CHUNK, 0.0) for chunk in list(self.held))
 
     def write(self, chunk: ChunkId, memory: Memory, done: WriteDone, released: Released) -> None:
         self.writes.append((chunk, memory, done, released))
@@ -48,12 +55,12 @@ class LowerTier:
     def stats(self) -> Stats:
         return Stats()
 
-    def end_write(self, *, stored: bool = True) -> None:
+    def end_write(self, outcome: WriteOutcome = WriteOutcome.STORED) -> None:
         chunk, _, done, released = self.writes.pop(0)
-        if stored:
+        if outcome is WriteOutcome.STORED:
             self.held.add(chunk)
             self.on_change(chunk, True)  # type: ignore[operator]
-        done(WriteOutcome.STORED if stored else WriteOutcome.SICK)
+        done(outcome)
         released()
 
     def end_read(self, outcome: ReadOutcome = ReadOutcome.READ) -> None:
@@ -67,14 +74,24 @@ class Tiers:
     cpu: CpuTier
     fs: LowerTier
     movement: Movement
+    clock: list[int]
 
-    def put(self, number: int) -> tuple[int, int]:
+    def put(self, number: int, *, parent: int | None = None) -> tuple[int, int]:
         """As the store does after a commit."""
         [(slot, generation)] = self.cpu.index.grant(GROUP, CHUNK, 1)
-        commit = (slot, generation, TENANT, key_of(number), b"")
-        assert self.cpu.index.commit(GROUP, NAMESPACE, [commit]) == [_native.STORED]
+        commit = (slot, generation, TENANT, key_of(number), b"" if parent is None else key_of(parent))
+        assert self.cpu.index.commit(GROUP, NAMESPACE, [commit], self.clock[0]) == [_native.STORED]
         self.movement.stored(chunk_of(number), slot, generation, CHUNK)
         return slot, generation
+
+    def touch(self, *numbers: int) -> None:
+        """As the store does."""
+        keys = [key_of(number) for number in numbers]
+        self.cpu.index.touch(NAMESPACE, TENANT, keys, self.clock[0])
+        self.movement.touched(NAMESPACE, TENANT, keys)
+
+    def written(self) -> list[int]:
+        return [int.from_bytes(chunk.key, "big") for chunk, _, _, _ in self.fs.writes]
 
     def promote(self, *numbers: int, group: int = GROUP) -> None:
         self.movement.promote(group, NAMESPACE, TENANT, [key_of(number) for number in numbers], CHUNK)
@@ -92,13 +109,34 @@ def chunk_of(number: int) -> ChunkId:
     return ChunkId(NAMESPACE, TENANT, key_of(number))
 
 
-def tiers_of(chunks: int) -> Tiers:
-    cpu = CpuTier(cpu_bytes=chunks * CHUNK, index_bytes=1 << 20, index_key=INDEX_KEY, instance_id=INSTANCE)
+_made: list[CpuTier] = []
+
+
+@pytest.fixture(autouse=True)
+def no_descriptors_left() -> Iterator[None]:
+    """A tier keeps its own until its process ends, and this one goes on."""
+    yield
+    while _made:
+        cpu = _made.pop()
+        os.close(cpu.arena_fd)
+        os.close(cpu.table_fd)
+
+
+def tiers_of(chunks: int, *, lower_bytes: int = 1 << 30, **options: object) -> Tiers:
+    cpu = CpuTier(
+        cpu_bytes=chunks * CHUNK,
+        index_bytes=None,
+        index_key=INDEX_KEY,
+        instance_id=INSTANCE,
+        lower_bytes=lower_bytes,
+    )
+    _made.append(cpu)
     cpu.set_ready(cpu.arena_bytes)
     fs = LowerTier()
-    movement = Movement(cpu, fs, lambda: 1_000)  # type: ignore[arg-type]
+    clock = [1_000]
+    movement = Movement(cpu, fs, lambda: clock[0], **options)  # type: ignore[arg-type]
     asyncio.run(movement.show_found())
-    return Tiers(cpu, fs, movement)
+    return Tiers(cpu, fs, movement, clock)
 
 
 @pytest.fixture
@@ -228,3 +266,185 @@ def test_a_chunk_stored_while_it_is_promoted_is_there_once(tiers: Tiers) -> None
     assert tiers.cpu.index.begin_io(slot, generation)
     tiers.cpu.index.end_io(slot, generation)
     assert tiers.cpu.index.abort(OWN_GROUP, []) == 0
+
+
+# Policies
+
+
+def test_a_chunk_that_came_back_while_its_old_place_waits_is_written_from_the_new_one() -> None:
+    tiers = tiers_of(4 * WRITING_MAX)
+    for number in range(WRITING_MAX + 1):
+        old = tiers.put(number)
+    removal = tiers.cpu.index.begin_removal(nbytes=CHUNK * (WRITING_MAX + 1))  # those that are written stay
+    assert tiers.cpu.index.remove(removal, 1_000)
+    new = tiers.put(WRITING_MAX)
+    assert new != old
+    while tiers.fs.writes:
+        tiers.fs.end_write()
+    assert chunk_of(WRITING_MAX) in tiers.fs.held
+    assert tiers.movement.dropped == 0
+
+
+def test_selective_writes_what_was_used_so_often_and_once() -> None:
+    tiers = tiers_of(16, policy=WritePolicy.SELECTIVE, write_after_uses=3)
+    for number in range(4):
+        tiers.put(number)
+    for _ in range(2):
+        assert tiers.fs.writes == []
+        tiers.clock[0] += 1_000
+        tiers.touch(0, 1, 9)
+    assert tiers.written() == [0, 1]
+    tiers.touch(0, 1)
+    tiers.fs.end_write()
+    tiers.clock[0] += 1_000
+    tiers.touch(0, 1)
+    tiers.fs.end_write()
+    tiers.touch(0, 1)
+    assert tiers.fs.writes == []
+    assert tiers.fs.held == {chunk_of(0), chunk_of(1)}
+    assert tiers.movement.dropped == 0
+
+
+def write_back_of(chunks: int) -> Tiers:
+    return tiers_of(chunks, policy=WritePolicy.WRITE_BACK)
+
+
+def test_write_back_writes_nothing_while_there_is_room() -> None:
+    tiers = write_back_of(16)
+    for number in range(14):
+        tiers.put(number)
+    tiers.movement.tick()
+    assert tiers.fs.writes == []
+
+
+def test_write_back_writes_what_would_be_evicted_next_and_keeps_it_until_it_is_written() -> None:
+    tiers = write_back_of(16)
+    tiers.put(0)
+    for number in range(1, 16):
+        tiers.put(number, parent=0)
+    tiers.touch(0, 3)
+    tiers.movement.tick()
+    assert tiers.written() == [1, 2]  # an eighth of the arena
+    tiers.put(16)  # a chunk that is being written is not evicted for it
+    assert tiers.shown(1, 2, 4) == [CPU, CPU, MISS]
+    tiers.fs.end_write()
+    tiers.fs.end_write()
+    tiers.put(17)
+    tiers.put(18)
+    assert tiers.shown(1, 2) == [FS, FS]
+    assert tiers.movement.dropped == 1  # the one that was not written in time
+    tiers.movement.tick()
+    assert tiers.written() == [5, 6]
+
+
+def test_write_back_goes_on_by_itself_until_enough_is_written() -> None:
+    tiers = write_back_of(1_024)
+    for number in range(1_024):
+        tiers.put(number)
+    tiers.movement.tick()
+    assert len(tiers.fs.writes) == WRITING_MAX
+    written = 0
+    while tiers.fs.writes:
+        tiers.fs.end_write()
+        written += 1
+    assert written == 128
+    assert tiers.fs.held == {chunk_of(number) for number in range(128)}
+
+
+def test_write_back_writes_ahead_where_the_table_is_full_before_the_arena() -> None:
+    tiers = tiers_of(1_024, lower_bytes=0, policy=WritePolicy.WRITE_BACK)
+    for number in range(1_024):
+        tiers.put(number)
+    held = tiers.cpu.index.stats()["chunks"]
+    assert held < 1_000
+    tiers.movement.tick()
+    assert len(tiers.fs.writes) == WRITING_MAX
+
+
+@pytest.mark.parametrize("outcome", [WriteOutcome.SICK, WriteOutcome.FULL, WriteOutcome.LATE])
+def test_write_back_leaves_a_disk_that_fails_alone_for_a_while(outcome: WriteOutcome) -> None:
+    tiers = write_back_of(16)
+    for number in range(16):
+        tiers.put(number)
+    tiers.movement.tick()
+    while tiers.fs.writes:
+        tiers.fs.end_write(outcome)
+    tiers.movement.tick()
+    assert tiers.fs.writes == []
+    assert tiers.movement.dropped == 0  # nothing was evicted
+    tiers.clock[0] += 1_000
+    tiers.movement.tick()
+    assert tiers.written() == [0, 1]
+
+
+def test_write_back_writes_what_was_not_used_for_a_while() -> None:
+    tiers = write_back_of(16)
+    tiers.put(1)
+    tiers.clock[0] += 59_000
+    tiers.put(2)
+    tiers.movement.tick()
+    assert tiers.fs.writes == []
+    tiers.clock[0] += 1_001
+    tiers.movement.tick()
+    assert tiers.written() == [1]
+
+
+def test_write_back_writes_everything_when_the_daemon_stops() -> None:
+    tiers = write_back_of(256)
+    for number in range(200):
+        tiers.put(number)
+
+    async def stop() -> bool:
+        draining = asyncio.create_task(tiers.movement.drain(60))
+        while not draining.done():
+            await asyncio.sleep(0)
+            if tiers.fs.writes:
+                tiers.fs.end_write()
+        return await draining
+
+    assert asyncio.run(stop())
+    assert len(tiers.fs.held) == 200
+
+
+def test_write_back_ends_its_last_writes_with_the_first_that_fails() -> None:
+    tiers = write_back_of(256)
+    for number in range(200):
+        tiers.put(number)
+
+    async def stop() -> bool:
+        draining = asyncio.create_task(tiers.movement.drain(60))
+        while not draining.done():
+            await asyncio.sleep(0)
+            if tiers.fs.writes:
+                tiers.fs.end_write(WriteOutcome.SICK)
+        return await draining
+
+    assert not asyncio.run(stop())
+
+
+def test_what_the_lower_tier_has_without_a_hint_in_the_table_is_not_asked_for_again() -> None:
+    tiers = write_back_of(16)
+    for number in range(16):
+        tiers.put(number)
+    tiers.movement.tick()
+    for number in (0, 1):
+        tiers.fs.held.add(chunk_of(number))
+        tiers.fs.end_write(WriteOutcome.PRESENT)
+    tiers.movement.tick()
+    assert tiers.fs.writes == []
+
+
+def test_what_nobody_waits_for_any_more_lands_without_a_lease_and_is_timed_all_the_same(tiers: Tiers) -> None:
+    keys = [key_of(name) for name in range(3)]
+    tiers.fs.held |= {ChunkId(NAMESPACE, TENANT, key) for key in keys}
+    told: list[tuple[int, int, float]] = []
+    tiers.movement.on_read = lambda *report: told.append(report)
+    tiers.movement.promote(GROUP, NAMESPACE, TENANT, keys, CHUNK)
+    tiers.movement.promote(GROUP, NAMESPACE, TENANT, keys[:2], CHUNK, waited=False)
+    for _ in keys:
+        assert not told
+        tiers.fs.end_read()
+    assert tiers.cpu.index.stats()["pinned_bytes"] == CHUNK
+    [(group, chunks, seconds)] = told
+    assert (group, chunks) == (GROUP, 3)
+    assert seconds > 0

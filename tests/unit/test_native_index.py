@@ -773,3 +773,133 @@ def test_removals_are_remembered_or_taken_for_ones_of_everything() -> None:
 def test_a_removal_of_no_bytes_is_refused() -> None:
     with native_store() as store, pytest.raises(ValueError, match="a removal of 0 bytes"):
         store.index.begin_removal(nbytes=0)
+
+
+# What a lower tier has yet to be given
+
+
+def keys_of(rows: list[tuple[bytes, bytes, bytes, int, int]]) -> list[int]:
+    return [int.from_bytes(key, "big") for _, _, key, _, _ in rows]
+
+
+def put_chain(store: NativeStore, numbers: range) -> None:
+    for number in numbers:
+        parent = key_of(number - 1) if number > numbers.start else b""
+        store.put(number, parent=parent)
+    store.index.touch(NAMESPACE, TENANT, [key_of(number) for number in numbers])
+
+
+def test_next_to_go_are_those_that_eviction_takes_in_its_order() -> None:
+    with native_store() as store:
+        put_chain(store, range(10, 14))
+        put_chain(store, range(20, 24))
+        put_chain(store, range(30, 38))
+        next_to_go = store.index.next_to_go(12 * CHUNK, steps=100, limit=100)
+        assert keys_of(next_to_go) == [13, 12, 11, 10, 23, 22, 21, 20, 37, 36, 35, 34]
+        assert keys_of(store.index.next_to_go(2 * CHUNK, steps=100, limit=100)) == [13, 12]
+        assert keys_of(store.index.next_to_go(12 * CHUNK, steps=100, limit=1)) == [13]
+        assert keys_of(store.index.next_to_go(12 * CHUNK, steps=5, limit=100)) == [13, 12, 11, 10, 23]
+        for expected in next_to_go:
+            assert store.index.begin_io(*expected[3:])
+            store.index.end_io(*expected[3:])
+            store.index.grant(2, CHUNK, 1)
+            assert not store.index.begin_io(*expected[3:]), f"{expected[2]!r} was not the next one"
+
+
+def test_what_a_lower_tier_has_or_is_being_given_is_not_unwritten() -> None:
+    with native_store() as store:
+        refs = {number: store.put(number) for number in range(16)}
+        store.index.set_lower(NAMESPACE, TENANT, key_of(3), FS)
+        assert store.index.begin_io(*refs[5])
+        rest = [number for number in range(16) if number not in (3, 5)]
+        assert keys_of(store.index.next_to_go(16 * CHUNK, steps=100, limit=100)) == rest
+        assert keys_of(store.index.unwritten(0, steps=100, limit=100)[0]) == rest
+        assert store.index.next_to_go(1, steps=1, limit=1) == [(NAMESPACE, TENANT, key_of(0), *refs[0])]
+        store.index.end_io(*refs[5])
+        store.index.set_lower(NAMESPACE, TENANT, key_of(3), MISS)
+        assert keys_of(store.index.unwritten(0, steps=100, limit=100)[0]) == list(range(16))
+        store.index.set_lower(NAMESPACE, TENANT, key_of(0), FS)
+        store.index.grant(2, CHUNK, 3)
+        stats = store.index.stats()
+        assert (stats["evictions"], stats["unwritten_evictions"]) == (3, 2)
+
+
+def test_unwritten_chunks_are_looked_for_in_steps_and_by_age() -> None:
+    with native_store() as store:
+        for number in range(6):
+            [at] = store.index.grant(1, CHUNK, 1)
+            store.index.commit(1, NAMESPACE, [(*at, TENANT, key_of(number), b"")], 1_000 * number)
+        rows, at = store.index.unwritten(0, used_before_ms=3_500, steps=3, limit=100)
+        assert (keys_of(rows), at) == ([0, 1, 2], 3)
+        rows, at = store.index.unwritten(3, used_before_ms=3_500, steps=3, limit=100)
+        assert (keys_of(rows), at) == ([3], None)
+        assert store.index.unwritten(0, steps=100, limit=2)[1] == 2
+
+
+def test_a_touch_is_a_use_unless_the_same_request_touches_again() -> None:
+    with native_store() as store:
+        [at] = store.index.grant(1, CHUNK, 1)
+        store.index.commit(1, NAMESPACE, [(*at, TENANT, key_of(1), b"")], 10_000)
+
+        def uses() -> int:
+            return max(
+                n for n in range(10) if n == 0 or store.index.used_often(NAMESPACE, TENANT, [key_of(0), key_of(1)], n)
+            )
+
+        assert uses() == 1
+        for again, expected in ((2, 1), (0, 2), (2, 2), (1, 3), (0, 4)):
+            store.index.touch(NAMESPACE, TENANT, [key_of(0), key_of(1)], 10_000, again=again)
+            assert uses() == expected, again
+        assert store.index.used_often(NAMESPACE, OTHER_TENANT, [key_of(1)], 1) == []
+        store.index.set_lower(NAMESPACE, TENANT, key_of(1), FS)
+        assert uses() == 0
+
+
+# Quotas
+
+
+def commit_of(store: NativeStore, tenant: bytes, number: int, parent: bytes = b"", group: int = 1) -> int:
+    [at] = store.index.grant(group, CHUNK, 1)
+    [code] = store.index.commit(group, NAMESPACE, [(*at, tenant, key_of(number), parent)])
+    return code
+
+
+def test_over_its_quota_a_tenants_own_oldest_chunks_go_and_nobody_elses() -> None:
+    with native_store() as store:
+        for number in range(4):
+            assert commit_of(store, OTHER_TENANT, number) == _native.STORED
+        store.index.set_quota(TENANT, 3 * CHUNK)
+        for number in range(10):
+            assert commit_of(store, TENANT, number) == _native.STORED
+            assert store.index.problems() == []
+        keys = [key_of(number) for number in range(10)]
+        assert store.index.lookup(NAMESPACE, TENANT, keys) == bytes([MISS] * 7 + [CPU] * 3)
+        assert store.index.lookup(NAMESPACE, OTHER_TENANT, keys[:4]) == bytes([CPU] * 4)
+
+
+def test_a_quota_counts_what_was_there_before_and_ends_when_it_is_unset() -> None:
+    with native_store() as store:
+        put_chain(store, range(6))
+        store.index.set_quota(TENANT, 6 * CHUNK)
+        assert store.index.problems() == []
+        assert commit_of(store, TENANT, 10) == _native.STORED
+        assert store.index.lookup(NAMESPACE, TENANT, [key_of(4), key_of(5)]) == bytes([CPU, MISS])
+        store.index.set_quota(TENANT, None)
+        assert commit_of(store, TENANT, 11) == _native.STORED
+        assert store.index.stats()["chunks"] == 7
+
+
+def test_a_commit_is_refused_where_its_tenant_has_nothing_that_may_go() -> None:
+    with native_store() as store:
+        store.index.set_quota(TENANT, 2 * CHUNK)
+        refs = [store.put(1), store.put(2, parent=key_of(1))]
+        # Its own chain leads to it: evicting the parent would make it useless.
+        assert commit_of(store, TENANT, 3, parent=key_of(2)) == _native.QUOTA
+        assert store.index.lease(7, refs, 1_000) == [True, True]
+        assert commit_of(store, TENANT, 4) == _native.QUOTA
+        assert store.index.stats()["granted_bytes"] == 0
+        assert store.index.release(7, refs) == [True, True]
+        assert commit_of(store, TENANT, 4) == _native.STORED
+        store.index.set_quota(TENANT, 0)
+        assert commit_of(store, TENANT, 5) == _native.QUOTA
+        assert store.index.stats()["chunks"] == 2  # what is there is the caller's to remove

@@ -128,12 +128,12 @@ def test_many_operations_are_split_and_a_chain_is_touched_tail_first(daemon: Fak
     keys = [key(name) for name in range(2 * OPERATIONS_PER_STEP_MAX + 1)]
     for slot in range(OPERATIONS_PER_STEP_MAX + 1):
         steps.abort(slot, 1)
-    steps.touch(TENANT, keys)
+    steps.touch(TENANT, keys, again=100)
     steps.settle(WAIT_S)
     requests = [daemon.next() for _ in range(daemon.received.qsize())]
     assert [len(request.aborts) for request in requests[:2]] == [OPERATIONS_PER_STEP_MAX, 1]
-    pieces = [list(chain.keys) for request in requests for chain in request.touches]
-    assert pieces == [keys[257:], keys[1:257], keys[:1]]
+    pieces = [(list(chain.keys), chain.again) for request in requests for chain in request.touches]
+    assert pieces == [(keys[257:], 0), (keys[1:257], 99), (keys[:1], 1)]
     assert [request.number for request in requests] == list(range(1, len(requests) + 1))
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvstore import limits
 from kvstore._native import CPU, MISS
+from kvstore.config import EVICTION_POLICY_DEFAULT
 from kvstore.errors import (
     BadKey,
     KVStoreError,
@@ -31,8 +32,16 @@ CHUNK_BYTES = 4096
 SCHEDULER, WORKER, CLIENT = store_pb2.ROLE_SCHEDULER, store_pb2.ROLE_WORKER, store_pb2.ROLE_CLIENT
 
 
-def make_store(arena_bytes: int = ARENA_BYTES, *, require_cache_salt: bool = False) -> Store:
-    tier = CpuTier(cpu_bytes=arena_bytes, index_bytes=None, index_key=b"x" * 16, instance_id=INSTANCE, verify=False)
+def make_store(
+    arena_bytes: int = ARENA_BYTES, *, require_cache_salt: bool = False, eviction_policy: str = EVICTION_POLICY_DEFAULT
+) -> Store:
+    tier = CpuTier(
+        cpu_bytes=arena_bytes,
+        index_bytes=None,
+        index_key=b"x" * 16,
+        instance_id=INSTANCE,
+        eviction_policy=eviction_policy,
+    )
     tier.set_ready(tier.arena_bytes)
     return Store(
         tier,
@@ -230,8 +239,13 @@ def test_a_chunk_that_cannot_fit_is_refused_at_attach(store: Store, chunk_bytes:
 def test_sessions_are_bounded(store: Store) -> None:
     for _ in range(limits.SESSIONS_MAX):
         store.connect(pid=1, uid=0)
-    with pytest.raises(LimitExceeded, match=r"1024 processes are attached"):
+    with pytest.raises(LimitExceeded, match=r"takes 1024 processes"):
+        attach(store)
+    operators = [attach(store, store_pb2.ROLE_ADMIN) for _ in range(limits.OPERATORS_MAX)]
+    with pytest.raises(LimitExceeded, match=r"takes 1024 processes"):
         store.connect(pid=1, uid=0)
+    store.hang_up(operators[0])
+    attach(store, store_pb2.ROLE_ADMIN)
 
 
 def test_refused_processes_leave_no_group_behind(store: Store) -> None:
@@ -545,6 +559,16 @@ def test_age_is_counted_from_the_last_use(store: Store) -> None:
     assert removed(store, now_ms=8_000, older_than_ms=7_000) == (0, 0, 0)
     assert removed(store, now_ms=8_000, older_than_ms=6_999) == (2, 2 * 4096, 0)
     assert (found(store, session, 0), found(store, session, 1)) == (MISS, CPU)
+
+
+def test_a_touch_says_what_its_request_had_used_before() -> None:
+    store = make_store(2 * 4096, eviction_policy="probation")
+    session = attach(store)
+    for name in (1, 2):
+        step(store, session, commits=[commit(grants(store, session, 1)[0], name)])
+    step(store, session, touches=[store_pb2.Chain(tenant=TENANT, keys=[key(2), key(1)], again=1)])
+    step(store, session, commits=[commit(grants(store, session, 1)[0], 3)])
+    assert [found(store, session, name) for name in (1, 2, 3)] == [CPU, MISS, CPU]  # 2 is younger, but used once
 
 
 def test_a_commit_after_a_removal_of_what_it_covers_is_answered_not_granted(store: Store) -> None:

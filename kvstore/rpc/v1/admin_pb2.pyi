@@ -1,3 +1,4 @@
+from kvstore.rpc.v1 import store_pb2 as _store_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -22,12 +23,14 @@ class NamespacesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Namespace(_message.Message):
-    __slots__ = ("namespace_id", "document")
+    __slots__ = ("namespace_id", "document", "unused_s")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_S_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     document: str
-    def __init__(self, namespace_id: _Optional[bytes] = ..., document: _Optional[str] = ...) -> None: ...
+    unused_s: float
+    def __init__(self, namespace_id: _Optional[bytes] = ..., document: _Optional[str] = ..., unused_s: _Optional[float] = ...) -> None: ...
 
 class NamespacesPage(_message.Message):
     __slots__ = ("namespaces",)
@@ -125,6 +128,96 @@ class RemoveReply(_message.Message):
     by_tier: _containers.RepeatedCompositeFieldContainer[TierRemoval]
     def __init__(self, by_tier: _Optional[_Iterable[_Union[TierRemoval, _Mapping]]] = ...) -> None: ...
 
+class SetQuotaRequest(_message.Message):
+    __slots__ = ("what", "bytes")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    what: Selection
+    bytes: int
+    def __init__(self, what: _Optional[_Union[Selection, _Mapping]] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class QuotasRequest(_message.Message):
+    __slots__ = ("what",)
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    what: Selection
+    def __init__(self, what: _Optional[_Union[Selection, _Mapping]] = ...) -> None: ...
+
+class Quota(_message.Message):
+    __slots__ = ("tenant_id", "unsalted", "tier", "bytes")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    UNSALTED_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: bytes
+    unsalted: bool
+    tier: str
+    bytes: int
+    def __init__(self, tenant_id: _Optional[bytes] = ..., unsalted: bool = ..., tier: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class QuotasPage(_message.Message):
+    __slots__ = ("quotas",)
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    quotas: _containers.RepeatedCompositeFieldContainer[Quota]
+    def __init__(self, quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
+
+class CollectRequest(_message.Message):
+    __slots__ = ("unused_ms", "dry_run")
+    UNUSED_MS_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    unused_ms: int
+    dry_run: bool
+    def __init__(self, unused_ms: _Optional[int] = ..., dry_run: bool = ...) -> None: ...
+
+class CollectedNamespace(_message.Message):
+    __slots__ = ("namespace_id", "document", "unused_s", "by_tier")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_S_FIELD_NUMBER: _ClassVar[int]
+    BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    document: str
+    unused_s: float
+    by_tier: _containers.RepeatedCompositeFieldContainer[TierRemoval]
+    def __init__(self, namespace_id: _Optional[bytes] = ..., document: _Optional[str] = ..., unused_s: _Optional[float] = ..., by_tier: _Optional[_Iterable[_Union[TierRemoval, _Mapping]]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request", "key")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    key: bytes
+    def __init__(self, request: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
+
+class Explained(_message.Message):
+    __slots__ = ("decision", "group", "age_s", "namespace_id")
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    decision: _store_pb2.Decision
+    group: str
+    age_s: float
+    namespace_id: bytes
+    def __init__(self, decision: _Optional[_Union[_store_pb2.Decision, _Mapping]] = ..., group: _Optional[str] = ..., age_s: _Optional[float] = ..., namespace_id: _Optional[bytes] = ...) -> None: ...
+
+class KeyFate(_message.Message):
+    __slots__ = ("namespace_id", "tenant_id", "events")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    tenant_id: bytes
+    events: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, namespace_id: _Optional[bytes] = ..., tenant_id: _Optional[bytes] = ..., events: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("decisions", "keys")
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    decisions: _containers.RepeatedCompositeFieldContainer[Explained]
+    keys: _containers.RepeatedCompositeFieldContainer[KeyFate]
+    def __init__(self, decisions: _Optional[_Iterable[_Union[Explained, _Mapping]]] = ..., keys: _Optional[_Iterable[_Union[KeyFate, _Mapping]]] = ...) -> None: ...
+
 class CheckRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -135,12 +228,28 @@ class CheckReply(_message.Message):
     problems: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class CheckDataRequest(_message.Message):
+    __slots__ = ("bytes_per_s",)
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    bytes_per_s: int
+    def __init__(self, bytes_per_s: _Optional[int] = ...) -> None: ...
+
+class CheckDataPage(_message.Message):
+    __slots__ = ("chunks_read", "chunks", "problems")
+    CHUNKS_READ_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    chunks_read: int
+    chunks: int
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, chunks_read: _Optional[int] = ..., chunks: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("name", "capacity_bytes", "used_bytes", "granted_bytes", "pinned_bytes", "overhead_bytes", "chunks", "hits", "misses", "evictions", "corruptions", "ready_bytes", "removals", "sick", "dropped_stores")
+    __slots__ = ("name", "capacity_bytes", "used_bytes", "granted_bytes", "pinned_bytes", "overhead_bytes", "chunks", "hits", "misses", "evictions", "corruptions", "ready_bytes", "removals", "sick", "dropped_stores", "quarantined_slots", "scrubbed_chunks", "unindexed_chunks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +265,9 @@ class TierStats(_message.Message):
     REMOVALS_FIELD_NUMBER: _ClassVar[int]
     SICK_FIELD_NUMBER: _ClassVar[int]
     DROPPED_STORES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SCRUBBED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    UNINDEXED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     capacity_bytes: int
     used_bytes: int
@@ -171,7 +283,10 @@ class TierStats(_message.Message):
     removals: int
     sick: str
     dropped_stores: int
-    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., granted_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., corruptions: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., removals: _Optional[int] = ..., sick: _Optional[str] = ..., dropped_stores: _Optional[int] = ...) -> None: ...
+    quarantined_slots: int
+    scrubbed_chunks: int
+    unindexed_chunks: int
+    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., granted_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., corruptions: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., removals: _Optional[int] = ..., sick: _Optional[str] = ..., dropped_stores: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., scrubbed_chunks: _Optional[int] = ..., unindexed_chunks: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("role", "group", "pid", "uid", "rank", "namespace_id")
@@ -189,8 +304,38 @@ class SessionStats(_message.Message):
     namespace_id: bytes
     def __init__(self, role: _Optional[str] = ..., group: _Optional[str] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., rank: _Optional[int] = ..., namespace_id: _Optional[bytes] = ...) -> None: ...
 
+class AdmissionCount(_message.Message):
+    __slots__ = ("kind", "reason", "decisions", "refused_chunks")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    reason: str
+    decisions: int
+    refused_chunks: int
+    def __init__(self, kind: _Optional[str] = ..., reason: _Optional[str] = ..., decisions: _Optional[int] = ..., refused_chunks: _Optional[int] = ...) -> None: ...
+
+class TierBalance(_message.Message):
+    __slots__ = ("tier", "loads", "predicted_s", "realised_s", "load_s", "saved_s", "regret_s")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
+    REALISED_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    SAVED_S_FIELD_NUMBER: _ClassVar[int]
+    REGRET_S_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    loads: int
+    predicted_s: float
+    realised_s: float
+    load_s: float
+    saved_s: float
+    regret_s: float
+    def __init__(self, tier: _Optional[str] = ..., loads: _Optional[int] = ..., predicted_s: _Optional[float] = ..., realised_s: _Optional[float] = ..., load_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., regret_s: _Optional[float] = ...) -> None: ...
+
 class StatsReply(_message.Message):
-    __slots__ = ("instance_id", "uptime_s", "tiers", "sessions", "namespaces", "tenants", "stores", "failed_loads", "poison_commits", "problems")
+    __slots__ = ("instance_id", "uptime_s", "tiers", "sessions", "namespaces", "tenants", "stores", "failed_loads", "poison_commits", "problems", "eviction_policy", "decisions", "balances")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +346,9 @@ class StatsReply(_message.Message):
     FAILED_LOADS_FIELD_NUMBER: _ClassVar[int]
     POISON_COMMITS_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    BALANCES_FIELD_NUMBER: _ClassVar[int]
     instance_id: bytes
     uptime_s: float
     tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
@@ -211,4 +359,7 @@ class StatsReply(_message.Message):
     failed_loads: int
     poison_commits: int
     problems: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, instance_id: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[int] = ..., tenants: _Optional[int] = ..., stores: _Optional[int] = ..., failed_loads: _Optional[int] = ..., poison_commits: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+    eviction_policy: str
+    decisions: _containers.RepeatedCompositeFieldContainer[AdmissionCount]
+    balances: _containers.RepeatedCompositeFieldContainer[TierBalance]
+    def __init__(self, instance_id: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[int] = ..., tenants: _Optional[int] = ..., stores: _Optional[int] = ..., failed_loads: _Optional[int] = ..., poison_commits: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., eviction_policy: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[AdmissionCount, _Mapping]]] = ..., balances: _Optional[_Iterable[_Union[TierBalance, _Mapping]]] = ...) -> None: ...

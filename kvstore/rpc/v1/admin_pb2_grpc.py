@@ -59,10 +59,35 @@ class AdminStub(object):
                 request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveRequest.SerializeToString,
                 response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.FromString,
                 _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/kvstore.rpc.v1.Admin/SetQuota',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.FromString,
+                _registered_method=True)
+        self.Quotas = channel.unary_stream(
+                '/kvstore.rpc.v1.Admin/Quotas',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.QuotasRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.QuotasPage.FromString,
+                _registered_method=True)
+        self.Collect = channel.unary_stream(
+                '/kvstore.rpc.v1.Admin/Collect',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectedNamespace.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvstore.rpc.v1.Admin/Explain',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+                _registered_method=True)
         self.Check = channel.unary_unary(
                 '/kvstore.rpc.v1.Admin/Check',
                 request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckRequest.SerializeToString,
                 response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckReply.FromString,
+                _registered_method=True)
+        self.CheckData = channel.unary_stream(
+                '/kvstore.rpc.v1.Admin/CheckData',
+                request_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckDataRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckDataPage.FromString,
                 _registered_method=True)
 
 
@@ -103,8 +128,44 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetQuota(self, request, context):
+        """What a tenant's chunks may take in a tier. Answers when what is beyond it is gone. Forgotten at a restart where
+        there is no filesystem tier.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Quotas(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Collect(self, request, context):
+        """Removes what is in namespaces that no session has used for a while, and their documents; a page for each.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """What is known of one request or key, as far as the daemon remembers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Check(self, request, context):
         """The daemon does nothing else meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckData(self, request, context):
+        """Reads every chunk on disk, beside the daemon's other work. A bad one is forgotten. Pages come now and then, and the
+        last one when all was read; a caller that hangs up ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,10 +199,35 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveRequest.FromString,
                     response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.SerializeToString,
             ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.SetQuotaRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.SerializeToString,
+            ),
+            'Quotas': grpc.unary_stream_rpc_method_handler(
+                    servicer.Quotas,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.QuotasRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.QuotasPage.SerializeToString,
+            ),
+            'Collect': grpc.unary_stream_rpc_method_handler(
+                    servicer.Collect,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectedNamespace.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.ExplainReply.SerializeToString,
+            ),
             'Check': grpc.unary_unary_rpc_method_handler(
                     servicer.Check,
                     request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckRequest.FromString,
                     response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckReply.SerializeToString,
+            ),
+            'CheckData': grpc.unary_stream_rpc_method_handler(
+                    servicer.CheckData,
+                    request_deserializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckDataRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckDataPage.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -290,6 +376,114 @@ class Admin(object):
             _registered_method=True)
 
     @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/SetQuota',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.RemoveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/Quotas',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.QuotasRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.QuotasPage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Collect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/Collect',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.CollectedNamespace.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/Explain',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Check(request,
             target,
             options=(),
@@ -306,6 +500,33 @@ class Admin(object):
             '/kvstore.rpc.v1.Admin/Check',
             kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckRequest.SerializeToString,
             kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckData(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.rpc.v1.Admin/CheckData',
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckDataRequest.SerializeToString,
+            kvstore_dot_rpc_dot_v1_dot_admin__pb2.CheckDataPage.FromString,
             options,
             channel_credentials,
             insecure,

@@ -126,12 +126,16 @@ class Release(_message.Message):
     def __init__(self, at: _Optional[_Union[SlotRef, _Mapping]] = ..., loaded: bool = ..., promoted: bool = ...) -> None: ...
 
 class Chain(_message.Message):
-    __slots__ = ("tenant", "keys")
+    __slots__ = ("tenant", "keys", "again", "unwaited")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    UNWAITED_FIELD_NUMBER: _ClassVar[int]
     tenant: bytes
     keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, tenant: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    again: int
+    unwaited: bool
+    def __init__(self, tenant: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., again: _Optional[int] = ..., unwaited: bool = ...) -> None: ...
 
 class Probe(_message.Message):
     __slots__ = ("engine_family", "hash_algorithm", "value")
@@ -143,8 +147,80 @@ class Probe(_message.Message):
     value: bytes
     def __init__(self, engine_family: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
 
+class Alternative(_message.Message):
+    __slots__ = ("tier", "end_tokens", "seconds", "cost_s")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    END_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    end_tokens: int
+    seconds: float
+    cost_s: float
+    def __init__(self, tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., seconds: _Optional[float] = ..., cost_s: _Optional[float] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("number", "request", "is_store", "reason", "prompt_tokens", "gpu_tokens", "cpu_tokens", "hit_tokens", "waiting", "recompute_s", "recompute_cost_s", "alternatives", "tier", "end_tokens", "refused_count", "refused", "outcome", "load_s", "saved_s", "first_token_s")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    IS_STORE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GPU_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CPU_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_COST_S_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    END_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    SAVED_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request: str
+    is_store: bool
+    reason: str
+    prompt_tokens: int
+    gpu_tokens: int
+    cpu_tokens: int
+    hit_tokens: int
+    waiting: int
+    recompute_s: float
+    recompute_cost_s: float
+    alternatives: _containers.RepeatedCompositeFieldContainer[Alternative]
+    tier: str
+    end_tokens: int
+    refused_count: int
+    refused: bytes
+    outcome: str
+    load_s: float
+    saved_s: float
+    first_token_s: float
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[str] = ..., is_store: bool = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., cpu_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., recompute_s: _Optional[float] = ..., recompute_cost_s: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ..., tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., refused_count: _Optional[int] = ..., refused: _Optional[bytes] = ..., outcome: _Optional[str] = ..., load_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ...) -> None: ...
+
+class Learned(_message.Message):
+    __slots__ = ("name", "document")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    document: str
+    def __init__(self, name: _Optional[str] = ..., document: _Optional[str] = ...) -> None: ...
+
+class Read(_message.Message):
+    __slots__ = ("chunks", "seconds")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    chunks: int
+    seconds: float
+    def __init__(self, chunks: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class StepRequest(_message.Message):
-    __slots__ = ("number", "instance_id", "grants_wanted", "commits", "aborts", "leases", "releases", "touches", "misses", "probe", "fresh_namespace", "promotes", "tails")
+    __slots__ = ("number", "instance_id", "grants_wanted", "commits", "aborts", "leases", "releases", "touches", "misses", "probe", "fresh_namespace", "promotes", "decisions", "learning", "learned", "learned_wanted", "tails")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     GRANTS_WANTED_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +233,10 @@ class StepRequest(_message.Message):
     PROBE_FIELD_NUMBER: _ClassVar[int]
     FRESH_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PROMOTES_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_FIELD_NUMBER: _ClassVar[int]
+    LEARNED_FIELD_NUMBER: _ClassVar[int]
+    LEARNED_WANTED_FIELD_NUMBER: _ClassVar[int]
     TAILS_FIELD_NUMBER: _ClassVar[int]
     number: int
     instance_id: bytes
@@ -170,22 +250,32 @@ class StepRequest(_message.Message):
     probe: Probe
     fresh_namespace: bool
     promotes: _containers.RepeatedCompositeFieldContainer[Chain]
+    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
+    learning: str
+    learned: _containers.RepeatedCompositeFieldContainer[Learned]
+    learned_wanted: bool
     tails: _containers.RepeatedCompositeFieldContainer[SlotRef]
-    def __init__(self, number: _Optional[int] = ..., instance_id: _Optional[bytes] = ..., grants_wanted: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., touches: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., misses: _Optional[int] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., fresh_namespace: bool = ..., promotes: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., tails: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., instance_id: _Optional[bytes] = ..., grants_wanted: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., touches: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., misses: _Optional[int] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., fresh_namespace: bool = ..., promotes: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., learning: _Optional[str] = ..., learned: _Optional[_Iterable[_Union[Learned, _Mapping]]] = ..., learned_wanted: bool = ..., tails: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ...) -> None: ...
 
 class StepReply(_message.Message):
-    __slots__ = ("number", "grants", "grants_short", "outcomes", "group")
+    __slots__ = ("number", "grants", "grants_short", "outcomes", "group", "reads", "learned", "cpu_full")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_SHORT_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
+    LEARNED_FIELD_NUMBER: _ClassVar[int]
+    CPU_FULL_FIELD_NUMBER: _ClassVar[int]
     number: int
     grants: _containers.RepeatedCompositeFieldContainer[SlotRef]
     grants_short: Outcome
     outcomes: _containers.RepeatedScalarFieldContainer[Outcome]
     group: GroupState
-    def __init__(self, number: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., grants_short: _Optional[_Union[Outcome, str]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., group: _Optional[_Union[GroupState, _Mapping]] = ...) -> None: ...
+    reads: _containers.RepeatedCompositeFieldContainer[Read]
+    learned: _containers.RepeatedCompositeFieldContainer[Learned]
+    cpu_full: bool
+    def __init__(self, number: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., grants_short: _Optional[_Union[Outcome, str]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., group: _Optional[_Union[GroupState, _Mapping]] = ..., reads: _Optional[_Iterable[_Union[Read, _Mapping]]] = ..., learned: _Optional[_Iterable[_Union[Learned, _Mapping]]] = ..., cpu_full: bool = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace_id", "tenant", "keys")

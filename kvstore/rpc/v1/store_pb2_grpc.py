@@ -164,7 +164,8 @@ class ChunksServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Lookup(self, request, context):
-        """The table's answer, with full keys compared, for tools that do not map the table.
+        """The table's answer, with full keys compared, for tools that do not map the table. At most 65,536 keys, and 4 MiB
+        in one message: of keys of 64 bytes no more than 63,000.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,319 @@
+"""Is the filesystem tier as fast as the disk below it, ready at once after a restart, and out of everybody's way?
+
+In a directory of its own among the temporary files (TMPDIR), which should be on the disk in question, with 4 GB free.
+
+store, load   chunks of three sizes, so many in flight, through a tier of this process (checksums on, commits of the
+              index included), beside direct reads and writes of the same slots of the same files by as many threads,
+              in turns. GB/s of payload.
+ready         a daemon on a directory with 100,000 chunks, from the start of its process to its ready line, beside one
+              on an empty directory, in turns. Then how long until it holds them all.
+rebuild       the same directory without its index, beside a read of 4 KiB of each slot by the same number of threads.
+loop delay    how late the daemon's heartbeat comes while clients keep its disk busy both ways; 99th percentile.
+"""
+
+import asyncio
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from benchmarks.report import Result, main, spread
+from kvstore._native import IoPool
+from kvstore.client import StoreClient
+from kvstore.limits import HEARTBEAT_INTERVAL_MS
+from kvstore.session import Attachment, Role, Session
+from kvstore.testing import running_daemon, start_daemon
+from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Scope, WriteOutcome
+from kvstore.tiers.conformance import Memories, chunk_id, outcome_of
+from kvstore.tiers.fs import FsOptions, FsTier
+from kvstore.tiers.fs_directory import FsDirectory
+from kvstore.tiers.fs_format import BLOCK_BYTES, slot_bytes_for, slot_offset
+from kvstore.tiers.fs_paths import INDEX
+from kvstore.tiers.fs_recovery import SCAN_THREADS
+
+SIZES = (512 << 10, 2 << 20, 8 << 20)
+DEPTHS = (1, 4, 16)
+ROUND_BYTES = 256 << 20
+ROUNDS = 3
+INDEXED_CHUNKS = 100_000
+SMALL_BYTES = 4096  # of an indexed chunk
+STARTS = 5
+READY_LATER_S_MAX = 0.5
+DELAY_S = 20.0
+DELAY_MS_MAX = 5.0
+
+
+@asynccontextmanager
+async def open_tier(path: Path, options: FsOptions, memories: Memories) -> AsyncIterator[FsTier]:
+    tier = FsTier(FsDirectory.open(path), options, regions=[memories.region])
+    tier.start()
+    await tier.ready()
+    try:
+        yield tier
+    finally:
+        assert await tier.close(60.0)
+
+
+# Throughput
+
+
+def throughput(folder: Path) -> list[Result]:
+    results = []
+    for chunk_bytes in SIZES:
+        for depth in DEPTHS:
+            path = folder / f"{chunk_bytes}-{depth}"
+            rates = asyncio.run(_throughput(path, chunk_bytes, depth))
+            shutil.rmtree(path)
+            name = f"{chunk_bytes >> 10} KiB, {depth} in flight"
+            results.append(Result.of(f"store {name}", rates["store"], "GB/s", rates["raw store"]))
+            results.append(Result.of(f"load {name}", rates["load"], "GB/s", rates["raw load"]))
+    return results
+
+
+async def _throughput(path: Path, chunk_bytes: int, depth: int) -> dict[str, list[float]]:
+    count = ROUND_BYTES // chunk_bytes
+    memories = Memories(count, chunk_bytes)
+    for number in range(count):
+        memories.fill(number, os.urandom(64) * (chunk_bytes // 64))
+    options = FsOptions(
+        fs_bytes=2 * ROUND_BYTES + (64 << 20),
+        slab_bytes=ROUND_BYTES + (1 << 20) * count,  # all of it in one slab
+        n_read_threads=depth,
+        n_write_threads=depth,
+        io_deadline_ms=60_000,
+    )
+    seconds: dict[str, list[float]] = {name: [] for name in ("raw store", "store", "raw load", "load")}
+    slab_fd, offsets = -1, []
+    async with open_tier(path, options, memories) as tier:
+        for turn in range(ROUNDS + 1):  # the first one makes the slab and writes to it for the first time
+            chunks = [chunk_id(turn * count + number) for number in range(count)]
+            if turn > 0:
+                # To the places of the turn before, which are free again.
+                seconds["raw store"].append(await _raw(os.pwritev, slab_fd, offsets, memories, depth))
+            seconds["store"].append(await _all(_write(tier), chunks, memories, depth))
+            entries = [tier._catalog.entries[chunk] for chunk in chunks]
+            slab_fd = entries[0].place.slab.fd
+            assert all(entry.place.slab.fd == slab_fd for entry in entries), "more than one slab"
+            offsets = [slot_offset(entry.place.slot, entry.slot_bytes) for entry in entries]
+            seconds["load"].append(await _all(_read(tier), chunks, memories, depth))
+            seconds["raw load"].append(await _raw(os.preadv, slab_fd, offsets, memories, depth))
+            removed = asyncio.get_running_loop().create_future()
+            tier.remove(Scope(), removed.set_result)
+            await removed
+    skip = {"raw store": 0}  # it had no first turn
+    return {
+        name: [ROUND_BYTES / each / 1e9 for each in values[skip.get(name, 1) :]] for name, values in seconds.items()
+    }
+
+
+async def _all(
+    one: Callable[[ChunkId, Memory], object], chunks: list[ChunkId], memories: Memories, depth: int
+) -> float:
+    waiting = list(enumerate(chunks))[::-1]
+
+    async def worker() -> None:
+        while waiting:
+            number, chunk = waiting.pop()
+            await one(chunk, memories.place(number))  # type: ignore[misc]
+
+    begin_s = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(depth)))
+    return time.perf_counter() - begin_s
+
+
+def _write(tier: FsTier) -> Callable[[ChunkId, Memory], object]:
+    async def write(chunk: ChunkId, memory: Memory) -> None:
+        assert await outcome_of(tier.write, chunk, memory) is WriteOutcome.STORED
+
+    return write
+
+
+def _read(tier: FsTier) -> Callable[[ChunkId, Memory], object]:
+    async def read(chunk: ChunkId, memory: Memory) -> None:
+        assert await outcome_of(tier.read, chunk, memory) is ReadOutcome.READ
+
+    return read
+
+
+async def _raw(call: Callable[..., int], fd: int, offsets: list[int], memories: Memories, depth: int) -> float:
+    """Head and payload of every slot in one call each, without checksums."""
+    heads = threading.local()
+    view = memoryview(memories._map)
+    stride = len(view) // memories.count
+
+    def one(number: int) -> None:
+        if not hasattr(heads, "block"):
+            heads.block = Memories(1, BLOCK_BYTES)._map
+        payload = view[number * stride : (number + 1) * stride]
+        assert call(fd, [heads.block, payload], offsets[number]) == BLOCK_BYTES + stride
+
+    def run() -> float:
+        with ThreadPoolExecutor(depth) as pool:
+            list(pool.map(one, range(depth)))  # the threads are there
+            begin_s = time.perf_counter()
+            list(pool.map(one, range(len(offsets))))
+            return time.perf_counter() - begin_s
+
+    return await asyncio.to_thread(run)
+
+
+# Restarts
+
+
+def restarts(folder: Path) -> list[Result]:
+    path, empty = folder / "indexed", folder / "empty"
+    fs_bytes = 2 * INDEXED_CHUNKS * slot_bytes_for(SMALL_BYTES)
+    options = FsOptions(fs_bytes=fs_bytes, queue_max=1_024)
+    asyncio.run(_fill(path, options))
+    ready_s, empty_s, warm_s = [], [], []
+    for turn in range(STARTS):
+        ready, warm = _start(path, fs_bytes, chunks=INDEXED_CHUNKS)
+        ready_s.append(ready)
+        warm_s.append(warm)
+        empty_s.append(_start(empty / str(turn), fs_bytes, chunks=0)[0])
+    later_s = statistics.median(ready_s) - statistics.median(empty_s)
+    rebuild_s, raw_s = [], []
+    for _ in range(ROUNDS):
+        (path / INDEX).unlink()
+        begin_s = time.perf_counter()
+        slots = asyncio.run(_open(path, options))
+        rebuild_s.append(time.perf_counter() - begin_s)
+        raw_s.append(_read_heads(slots))
+    return [
+        Result("ready, later than empty", round(later_s, 4), "s", READY_LATER_S_MAX, round(later_s / 0.5, 4)),
+        Result.of("ready with 100,000 chunks", ready_s, "s", empty_s),
+        Result.of("all 100,000 chunks known", warm_s, "s", empty_s),
+        Result.of("rebuild of 100,000 chunks", rebuild_s, "s", raw_s),
+    ]
+
+
+async def _fill(path: Path, options: FsOptions) -> None:
+    memories = Memories(256, SMALL_BYTES)
+    async with open_tier(path, options, memories) as tier:
+        await _all(_write(tier), [chunk_id(number) for number in range(INDEXED_CHUNKS)], memories, 256)
+
+
+async def _open(path: Path, options: FsOptions) -> list[tuple[str, int]]:
+    """File and offset of every slot."""
+    async with open_tier(path, options, Memories(1, SMALL_BYTES)) as tier:
+        assert tier.stats().chunks == INDEXED_CHUNKS, f"{tier.stats().chunks} chunks came back"
+        return [
+            (os.readlink(f"/proc/self/fd/{slab.fd}"), slot_offset(slot, slab.slot_bytes))
+            for slab in tier._catalog.slabs.values()
+            for slot in range(slab.slot_count)
+        ]
+
+
+def _read_heads(slots: list[tuple[str, int]]) -> float:
+    fds = {name: os.open(name, os.O_RDONLY | os.O_DIRECT) for name in {name for name, _ in slots}}
+    pool = IoPool(SCAN_THREADS, 1)
+    begin_s = time.perf_counter()
+    waiting, running, done = iter(slots), 0, 0
+    while done < len(slots):
+        while running < 256 and (slot := next(waiting, None)) is not None:
+            pool.read(running, fds[slot[0]], slot[1], 0, 0, with_head=True)
+            running += 1
+        ended = len(pool.poll())
+        running -= ended
+        done += ended
+        if not ended:
+            time.sleep(0.0001)
+    taken_s = time.perf_counter() - begin_s
+    pool.close(1.0)
+    for fd in fds.values():
+        os.close(fd)
+    return taken_s
+
+
+def _start(path: Path, fs_bytes: int, *, chunks: int) -> tuple[float, float]:
+    """Seconds from the process's start to the ready line, and until it holds so many chunks."""
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as runtime_dir:
+        flags = ["--fs-dir", str(path), "--fs-bytes", str(fs_bytes)]
+        begin_s = time.perf_counter()
+        daemon = start_daemon(runtime_dir=Path(runtime_dir) / "run", cpu_bytes=1 << 20, arguments=flags, verify=False)
+        assert daemon.process.stdout is not None
+        line = daemon.process.stdout.readline()
+        ready_s = time.perf_counter() - begin_s
+        daemon.endpoint = line.strip().partition("endpoint=")[2]
+        assert daemon.endpoint, daemon.log()
+        while daemon.tier("fs")["chunks"] < chunks:
+            time.sleep(0.01)
+        warm_s = time.perf_counter() - begin_s
+        assert daemon.stop() == 0
+        daemon.process.stdout.close()
+        daemon.log_path.unlink()
+    return ready_s, warm_s
+
+
+# The daemon's event loop
+
+
+def loop_delay(folder: Path) -> list[Result]:
+    """Puts into an arena that holds a fourth of them, and gets of what is on disk, by two clients."""
+    chunk_bytes, chunks = 2 << 20, 256
+    payload = os.urandom(chunk_bytes)
+    flags = ["--fs-dir", str(folder / "delay"), "--fs-bytes", str(2 * chunks * (chunk_bytes + BLOCK_BYTES))]
+    stop = threading.Event()
+    moved = {"stored": 0, "loaded": 0}
+
+    def client(endpoint: str, name: str) -> None:
+        number = 0
+        with StoreClient.attach(
+            endpoint, namespace={"model": "benchmark"}, chunk_bytes=chunk_bytes, hash_seed="0"
+        ) as store:
+            while not stop.is_set():
+                keys = [f"{name}-{(number + i) % 10_000:026}".encode() for i in range(16)]
+                old = [f"{name}-{(number - 96 + i) % 10_000:026}".encode() for i in range(16)]
+                if name == "stored":
+                    moved[name] += len(store.put(None, dict.fromkeys(keys, payload)))
+                else:
+                    old = [key.replace(b"loaded", b"stored") for key in old]
+                    moved[name] += sum(one is not None for one in store.get(None, old))
+                number += 16
+
+    with running_daemon(cpu_bytes=chunks // 4 * chunk_bytes, arguments=flags, verify=False) as daemon:
+        threads = [threading.Thread(target=client, args=(daemon.endpoint, name)) for name in moved]
+        with Session.attach(
+            daemon.endpoint,
+            Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "looks on"}, chunk_bytes=chunk_bytes),
+        ) as session:
+            for thread in threads:
+                thread.start()
+            late_ms = _late_beats(session, DELAY_S)
+            stop.set()
+            for thread in threads:
+                thread.join()
+        tier = daemon.tier("fs")
+    p99 = statistics.quantiles(late_ms, n=100)[98]
+    text = f"{spread(late_ms)}; {moved['stored']} stored, {tier['hits']} loaded from disk"
+    return [Result("loop delay, p99", round(p99, 3), "ms", DELAY_MS_MAX, round(p99 / DELAY_MS_MAX, 3), text)]
+
+
+def _late_beats(session: Session, seconds: float) -> list[float]:
+    """By how much each heartbeat of the daemon came later than it should after the one before."""
+    late_ms = []
+    ends_s = time.monotonic() + seconds
+    last_beat_s = time.monotonic() - session.table.heartbeat_age_ms() / 1000
+    while time.monotonic() < ends_s:
+        time.sleep(0.002)
+        beat_s = time.monotonic() - session.table.heartbeat_age_ms() / 1000
+        if beat_s - last_beat_s > HEARTBEAT_INTERVAL_MS / 2000:
+            late_ms.append(max(0.0, (beat_s - last_beat_s) * 1000 - HEARTBEAT_INTERVAL_MS))
+            last_beat_s = beat_s
+    return late_ms
+
+
+def measure() -> list[Result]:
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
+        return [result for part in (throughput, restarts, loop_delay) for result in part(Path(folder))]
+
+
+if __name__ == "__main__":
+    main("fs_tier", __doc__.splitlines()[0], measure)

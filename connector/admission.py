@@ -1,0 +1,611 @@
+"""Whether a request loads what the store has of it, and how much of it is stored: decisions, and what they learn from.
+
+The equations are `kvstore.costmodel`'s, the estimates `kvstore.calibration`'s; here they meet one engine. A decision is
+made once per request and length of its hit (load), or once per request (store), and says why. What came of it is told
+afterwards: `load_ended`, `prefilled`. Clock and randomness are arguments; no vLLM import, no I/O, nothing waits.
+
+One thread, the engine's scheduler, calls everything. Times of copies come from the workers with vLLM's own messages,
+times of reads from disk from the daemon with its answers. Nothing here outlives the engine but `documents`, which the
+daemon keeps.
+
+Until recomputing has been measured on this engine (or is known from a profile of its model and GPU) every hit is
+loaded, and until a number of requests were seen their chunks are all stored, as any store without a model does; so a
+short trial shows hits, not caution.
+"""
+
+import enum
+import itertools
+import json
+import logging
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from connector.observations import EngineQueue, LinkQueue
+from kvstore import costmodel
+from kvstore.calibration import Choice, Estimate, Observed, RecomputeCalibration, TransferCalibration, joint_margin
+from kvstore.costmodel import (
+    DRAM_WRITE_PRICE_MIN,
+    GpuQueue,
+    LoadOption,
+    RecomputeModel,
+    StorePrice,
+    StoreReason,
+    TransferModel,
+    recompute_s,
+    transfer_s,
+)
+from kvstore.decisions import Alternative, Decision
+from kvstore.reuse import Reuse
+
+logger = logging.getLogger("vllm.connector.admission")
+
+CPU, FS = "cpu", "fs"
+KNOWN_OBSERVATIONS = 4  # of steps or reads, before a guess of them is used to decline
+MEASURE_EVERY = 8  # of the hits loaded while recomputing is unknown one is recomputed, to know it
+PROBE_AFTER_DECLINES = 3  # a read from disk that nobody waits for costs no request anything
+PROBE_CHUNKS = 16
+PROBE_S_MAX = 60.0  # after which another one may begin though the last has not ended
+STORED_UNASKED = 32  # requests whose chunks are stored before it is known how often prompts come back
+EXPLORE_CHUNKS = 4
+LAG_S_MIN = 1e-4
+LAG_PRIOR_S = 5e-3  # between a copy's end and the request's next step
+CHUNK_HANDLING_S = 5e-5  # of the scheduler's thread, for each chunk stored: lookup, grant, job, commit
+DISPLACED_SHARE = 0.5  # of a new chunk's expected value that the one to be evicted is taken to have
+DEADLINE_S_MIN = 0.05
+WINDOW = 64  # loads from a tier over which it must have given more than it took
+OPEN_MAX = 4_096  # decisions whose outcome is awaited
+
+
+class Mode(enum.StrEnum):
+    MODEL = "model"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Reason(enum.StrEnum):
+    """Beside those of the cost model."""
+
+    LEARNING = "LEARNING"  # recomputing, or this tier, is not known well enough yet to decline anything
+    MEASURING = "MEASURING"  # recomputed once in a while until recomputing is known
+    EXPLORING = "EXPLORING"  # against the estimate, to keep it honest
+    ALWAYS = "ALWAYS"  # the user's setting
+    NEVER = "NEVER"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priors:
+    """What is believed before anything was measured. Transfers: of whole chunks, all ranks together.
+
+    `recompute_known`: from a fit of this model on this GPU, so good enough to decline on.
+    """
+
+    recompute: RecomputeModel
+    load: TransferModel
+    store: TransferModel
+    disk: TransferModel
+    recompute_known: bool = False
+    write_price: float = DRAM_WRITE_PRICE_MIN
+    source: str = ""
+
+
+class Hit(NamedTuple):
+    """What of one request's prompt the store has, in tokens from its start, and what moving it takes, in chunks.
+
+    Chunks already being loaded for another request, or read from disk for one, are not counted: they cost nothing
+    more. `end_tokens` is at least `cpu_end_tokens`, and larger where a part is on disk.
+    """
+
+    prompt_tokens: int
+    gpu_tokens: int
+    cpu_end_tokens: int
+    end_tokens: int
+    cpu_chunks: int  # to be copied for the part in memory
+    chunks: int  # to be copied for all of it
+    disk_chunks: int  # to be read first
+    chunk_bytes: int
+    disk_healthy: bool = True
+    missing: bytes = b""  # key of the first chunk that is not there, if one is not
+
+
+@dataclass(slots=True, eq=False)
+class LoadVerdict:
+    """`end_tokens`: load up to there; `hit.gpu_tokens` or less: nothing."""
+
+    hit: Hit
+    decision: Decision
+    tier: str  # the slowest that takes part; "": none
+    end_tokens: int
+    wait_s: float  # for what has to come from disk, at the most
+    began_s: float
+    probe: bool = False  # have the disk read some of what was declined, for nobody
+    copying_since_s: float | None = None
+    predicted_copy_s: float = 0.0
+    prefill_steps: int = 0  # of the engine, when the copy began
+    alone: bool = True  # no other copy was under way then
+    chunks: int = 0
+
+    @property
+    def loads(self) -> bool:
+        return self.tier != ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreVerdict:
+    """The chunks of a request that may be stored: those before `end_chunk` (None: all, generated ones included)."""
+
+    end_chunk: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """The estimates as of the last observation."""
+
+    recompute: RecomputeModel
+    copy: TransferModel
+    disk: TransferModel
+    lag_s: float
+    cpu_margin: float
+    fs_margin: float
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """Of one tier: seconds that loads from it saved, and that loads and stores took, for the last loads."""
+
+    entries: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    stored_s: float = 0.0  # not in an entry yet
+    warned: bool = False
+
+    def loaded(self, saved_s: float, spent_s: float) -> bool:
+        """Whether the tier has begun to cost more than it gives."""
+        self.entries.append((saved_s, spent_s + self.stored_s))
+        self.stored_s = 0.0
+        if len(self.entries) < WINDOW:
+            return False
+        saved, spent = (sum(entry[i] for entry in self.entries) for i in (0, 1))
+        begins = spent > saved and not self.warned
+        if begins or spent < saved / 2:  # around the border it is said once
+            self.warned = begins
+        return begins
+
+
+class Admission:
+    """See the module's docstring. `tell` is given each decision, and again what came of it; `learning`
+    names what speeds depend on."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        priors: Priors,
+        *,
+        tokens_per_chunk: int,
+        learning: str = "",
+        tell: Callable[[Decision], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+        uniform: Callable[[], float] = random.random,
+    ) -> None:
+        self.mode = mode
+        self._priors = priors
+        self._tokens_per_chunk = tokens_per_chunk
+        self.learning = learning
+        self.tell = tell
+        self._clock = clock
+        self._uniform = uniform
+        self._recompute = RecomputeCalibration(priors.recompute)
+        self._transfers = {
+            "load": TransferCalibration(priors.load),
+            "store": TransferCalibration(priors.store),
+            "disk": TransferCalibration(priors.disk),
+        }
+        self._lag = Estimate([LAG_PRIOR_S], length_index=0)
+        self._known = priors.recompute_known
+        self._unknown_loads = 0
+        self._choices = {CPU: Choice(), FS: Choice()}
+        self._links = {CPU: LinkQueue(clock), FS: LinkQueue(clock)}
+        self._reuse = Reuse()
+        self._ledgers = {CPU: _Ledger(), FS: _Ledger()}
+        self._probe_until_s = -math.inf
+        self._requests_stored = 0
+        self._numbers = itertools.count(1)
+        self._stores_lately = mode is not Mode.NEVER
+        self._documented: dict[str, int] = {}  # observations of each estimate when its document was made last
+        self._open: dict[str, LoadVerdict] = {}  # request -> its last load decision
+        self._refresh()
+        self.queue = EngineQueue(self._recompute, clock, on_prefilled=self._prefilled)
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    @property
+    def recompute_model(self) -> RecomputeModel:
+        return self._facts.recompute
+
+    def _refresh(self) -> None:
+        """After each observation, so that a decision only reads."""
+        recompute, load, disk = self._recompute, self._transfers["load"], self._transfers["disk"]
+        self._facts = _Facts(
+            recompute.model(),
+            load.model(),
+            disk.model(),
+            self._lag.coefficients[0],
+            joint_margin(recompute.estimate, load.estimate),
+            joint_margin(recompute.estimate, load.estimate, disk.estimate),
+        )
+
+    def step_ended(self) -> None:
+        """The output of the oldest step under way has been taken in."""
+        if self.queue.step_ended():
+            self._refresh()
+
+    @property
+    def known(self) -> bool:
+        """Whether recomputing is known well enough to decline a load or a store."""
+        self._known = self._known or self._recompute.estimate.observation_count >= KNOWN_OBSERVATIONS
+        return self._known
+
+    def copied(self, *, store: bool, chunks: int, chunk_bytes: int, seconds: float) -> None:
+        """The slowest rank's service time of one job."""
+        name = "store" if store else "load"
+        self._transfers[name].observe(chunks * chunk_bytes, seconds)
+        self._refresh()
+        if store and math.isfinite(seconds) and seconds > 0:
+            self._ledgers[CPU].stored_s += seconds * self._priors.write_price
+
+    def read(self, *, chunks: int, chunk_bytes: int, seconds: float) -> None:
+        """The daemon's time for chunks that it read from disk at once."""
+        disk, nbytes = self._transfers["disk"], chunks * chunk_bytes
+        predicted_s = transfer_s(disk.model(), nbytes)
+        self._probe_until_s = -math.inf
+        if disk.observe(nbytes, seconds) is not Observed.REJECTED:
+            self._choices[FS].observed(seconds, predicted_s)
+            self._refresh()
+
+    def read_waited(self, *, chunks: int, chunk_bytes: int, seconds: float) -> None:
+        """Chunks had not come from disk after so long: they take at least that."""
+        disk, nbytes = self._transfers["disk"], chunks * chunk_bytes
+        if transfer_s(disk.model(), nbytes) < seconds:
+            disk.observe(nbytes, seconds)
+            self._refresh()
+
+    # -- loads --------------------------------------------------------------------------------------------------------
+
+    def load(self, request: str, hit: Hit, wait_s_max: float) -> LoadVerdict:
+        """Decide. `wait_s_max`: the longest that a request may wait for the disk, whatever pays."""
+        gpu = self.queue.seen_by(request, self.recompute_model)
+        options = self._options(hit)
+        decided = costmodel.decide_load(self.recompute_model, hit.prompt_tokens, hit.gpu_tokens, options, gpu)
+        option, reason = self._chosen(hit, options, decided)
+        wait_s = wait_s_max
+        if self.mode is Mode.MODEL and self.known and option is not None and option.tier == FS:
+            deadline_s = costmodel.load_deadline_s(self.recompute_model, hit.prompt_tokens, hit.gpu_tokens, gpu)
+            wait_s = min(wait_s_max, max(DEADLINE_S_MIN, deadline_s))
+        verdict = LoadVerdict(
+            hit,
+            self._explained(request, hit, gpu, options, decided, option, reason),
+            option.tier if option is not None else "",
+            option.end_token if option is not None else hit.gpu_tokens,
+            wait_s,
+            self._clock(),
+        )
+        if hit.disk_chunks and verdict.tier != FS and self.mode is Mode.MODEL and hit.disk_healthy:
+            verdict.probe = self._choices[FS].explores(
+                random=self._uniform(),
+                tier_is_idle=self._links[FS].under_way == 0 and self._clock() >= self._probe_until_s,
+                predicted_regret_s=0.0,
+                regret_s_max=0.0,
+                after=PROBE_AFTER_DECLINES,
+            )
+            if verdict.probe:
+                self._probe_until_s = self._clock() + PROBE_S_MAX
+        if len(self._open) >= OPEN_MAX:
+            self._open.pop(next(iter(self._open)))
+        self._open[request] = verdict
+        self.tell(verdict.decision)
+        return verdict
+
+    def _options(self, hit: Hit) -> list[LoadOption]:
+        """The part in memory, and all of it where some is on disk."""
+        facts = self._facts
+        options = []
+        if hit.cpu_end_tokens > hit.gpu_tokens:
+            options.append(
+                LoadOption(
+                    CPU,
+                    hit.cpu_end_tokens,
+                    _moved_s(facts.copy, hit.cpu_chunks * hit.chunk_bytes, facts.lag_s),
+                    self._links[CPU].backlog_s,
+                    self._links[CPU].under_way,
+                    self._choices[CPU].margin(facts.cpu_margin),
+                )
+            )
+        if hit.end_tokens > hit.cpu_end_tokens:
+            read_s = transfer_s(facts.disk, hit.disk_chunks * hit.chunk_bytes)
+            options.append(
+                LoadOption(
+                    FS,
+                    hit.end_tokens,
+                    read_s + _moved_s(facts.copy, hit.chunks * hit.chunk_bytes, facts.lag_s),
+                    self._links[FS].backlog_s + self._links[CPU].backlog_s,
+                    self._links[FS].under_way,
+                    self._choices[FS].margin(facts.fs_margin),
+                    hit.disk_healthy,
+                )
+            )
+        return options
+
+    def _chosen(
+        self, hit: Hit, options: Sequence[LoadOption], decided: costmodel.LoadDecision
+    ) -> tuple[LoadOption | None, str]:
+        usable = [option for option in options if option.healthy]
+        if self.mode is Mode.NEVER or not usable:
+            return None, Reason.NEVER if self.mode is Mode.NEVER else decided.reason
+        longest = max(usable, key=lambda option: option.end_token)
+        if self.mode is Mode.ALWAYS:
+            return longest, Reason.ALWAYS
+        if not self.known:
+            self._unknown_loads += 1
+            if self._unknown_loads % MEASURE_EVERY == 0:
+                return None, Reason.MEASURING
+            return longest, Reason.LEARNING
+        option, reason = decided.option, str(decided.reason)
+        for other in usable:
+            if option is not None and option.end_token >= other.end_token:
+                self._choices[other.tier].decided(loading=True)
+                continue
+            if self._unmeasured(other.tier):
+                option, reason = other, Reason.LEARNING
+                continue
+            # A disk is looked at again by a read that nobody waits for; a copy needs a request, but not all of its hit.
+            if other.tier == CPU and (short := self._explored(hit, other)) is not None:
+                option, reason = short, Reason.EXPLORING
+                self._choices[CPU].observed()
+                continue
+            self._choices[other.tier].decided(loading=False)
+        return option, reason
+
+    def _explored(self, hit: Hit, option: LoadOption) -> LoadOption | None:
+        """A few chunks of the part in memory that was declined, to see how long their copy takes; None: not now."""
+        chunks = min(EXPLORE_CHUNKS, hit.cpu_chunks)
+        end = (hit.gpu_tokens // self._tokens_per_chunk + chunks) * self._tokens_per_chunk
+        copy_s = transfer_s(self._facts.copy, chunks * hit.chunk_bytes)
+        if not self._choices[CPU].explores(
+            random=self._uniform(),
+            tier_is_idle=self._links[CPU].under_way == 0,
+            predicted_regret_s=copy_s,
+            regret_s_max=recompute_s(self.recompute_model, hit.gpu_tokens, hit.prompt_tokens),
+        ):
+            return None
+        return option._replace(end_token=min(end, option.end_token), transfer_s=copy_s)
+
+    def _unmeasured(self, tier: str) -> bool:
+        calibration = self._transfers["load" if tier == CPU else "disk"]
+        return calibration.estimate.observation_count < 1
+
+    def _explained(
+        self,
+        request: str,
+        hit: Hit,
+        gpu: GpuQueue,
+        options: Sequence[LoadOption],
+        decided: costmodel.LoadDecision,
+        option: LoadOption | None,
+        reason: str,
+    ) -> Decision:
+        model = self.recompute_model
+        costs_s = {id(each): cost_s for each, cost_s in decided.option_costs_s}
+        alternatives = []
+        for each in options:
+            rest_s = recompute_s(model, min(each.end_token, hit.prompt_tokens), hit.prompt_tokens)
+            alternatives.append(
+                Alternative(
+                    each.tier,
+                    each.end_token,
+                    each.link_backlog_s + each.transfer_s + rest_s,
+                    costs_s.get(id(each), math.inf),
+                )
+            )
+        return Decision(
+            next(self._numbers),
+            request,
+            False,
+            reason,
+            hit.prompt_tokens,
+            hit.gpu_tokens,
+            hit.cpu_end_tokens,
+            hit.end_tokens,
+            gpu.waiting_count,
+            recompute_s(model, hit.gpu_tokens, hit.prompt_tokens),
+            decided.recompute_cost_s,
+            tuple(alternatives),
+            option.tier if option is not None else "",
+            option.end_token if option is not None else hit.gpu_tokens,
+            (hit.missing,) if hit.missing else (),
+        )
+
+    def promoting(self, chunks: int, chunk_bytes: int) -> None:
+        """A request waits for chunks to be read from disk."""
+        self._links[FS].began(transfer_s(self._facts.disk, chunks * chunk_bytes))
+
+    def promoted(self) -> None:
+        """It waits no more."""
+        self._links[FS].ended()
+
+    def load_began(self, verdict: LoadVerdict, chunks: int) -> None:
+        """The copy is on its way to the workers."""
+        verdict.copying_since_s = self._clock()
+        verdict.prefill_steps = self.queue.prefill_steps
+        verdict.chunks = chunks
+        copy_s = transfer_s(self._facts.copy, chunks * verdict.hit.chunk_bytes)
+        verdict.predicted_copy_s = copy_s
+        verdict.alone = self._links[CPU].under_way == 0
+        self._links[CPU].began(copy_s)
+        self.queue.loads(verdict.decision.request)
+
+    def load_ended(self, verdict: LoadVerdict, *, service_s: float, loaded_chunks: int) -> None:
+        """Every rank has reported. `service_s`: the slowest rank's copy, NaN where none says."""
+        self._links[CPU].ended()
+        self.queue.loaded(verdict.decision.request)
+        assert verdict.copying_since_s is not None, "the end of a load that never began"
+        now_s = self._clock()
+        # Neither another load nor a step of somebody else's prefill was in between.
+        alone = verdict.alone and self._links[CPU].under_way == 0
+        if alone and verdict.prefill_steps == self.queue.prefill_steps:
+            lag_s = now_s - verdict.copying_since_s - service_s
+            self._lag.observe([1.0], max(lag_s, LAG_S_MIN) if lag_s > -LAG_S_MIN else lag_s)
+            self._refresh()
+        self._choices[CPU].observed(service_s, verdict.predicted_copy_s)
+        decision = verdict.decision
+        decision.load_s = now_s - verdict.began_s
+        decision.outcome = (
+            "loaded" if loaded_chunks == verdict.chunks else f"{loaded_chunks} of {verdict.chunks} loaded"
+        )
+        first = verdict.hit.gpu_tokens
+        end = min(verdict.end_tokens, first + loaded_chunks * self._tokens_per_chunk)
+        decision.saved_s = recompute_s(self.recompute_model, first, end)
+        if decision.load_s >= 0 and self._ledgers[verdict.tier or CPU].loaded(decision.saved_s, decision.load_s):
+            logger.warning(
+                "kvstore: the last %d loads from the %s tier took longer than recomputing would have; "
+                "`kvstore explain` shows them, and kv_load_tiers leaves a tier out for a request",
+                WINDOW, verdict.tier,
+            )  # fmt: skip
+        self.tell(decision)
+
+    @property
+    def stores_lately(self) -> bool:
+        """Whether slots should be asked for before a request's chunks are decided about."""
+        return self._stores_lately
+
+    def gave_up(self, verdict: LoadVerdict, what: str) -> None:
+        """The request recomputes what it was to load."""
+        verdict.decision.outcome = what
+        self.tell(verdict.decision)
+
+    def finished(self, request: str) -> None:
+        self.queue.ended(request)
+        self._open.pop(request, None)
+
+    def _prefilled(self, request: str) -> None:
+        verdict = self._open.pop(request, None)
+        if verdict is None:
+            return
+        decision = verdict.decision
+        decision.first_token_s = self._clock() - verdict.began_s
+        decision.outcome = decision.outcome or "recomputed"
+        self.tell(decision)
+
+    # -- stores -------------------------------------------------------------------------------------------------------
+
+    def store(
+        self, request: str, chain: Sequence[bytes], present: NDArray[np.bool_], *, chunk_bytes: int, tier_full: bool
+    ) -> StoreVerdict:
+        """Decide for a request's whole prompt, at its first offer. `present`: which chunks of the chain are there."""
+        if self.mode is not Mode.MODEL:
+            never = self.mode is Mode.NEVER
+            return StoreVerdict(0 if never else None, Reason.NEVER if never else Reason.ALWAYS)
+        uses = self.count_uses(chain)
+        self._requests_stored += 1
+        if not self.known or self._requests_stored <= STORED_UNASKED:
+            verdict = StoreVerdict(None, Reason.LEARNING)
+        else:
+            verdict = self.decide_store(uses, present, chunk_bytes, tier_full=tier_full)
+        first_refused = len(chain) if verdict.end_chunk is None else verdict.end_chunk
+        self._stores_lately = verdict.end_chunk is None or not bool(present[:first_refused].all())
+        self.tell(
+            Decision(
+                number=next(self._numbers),
+                request=request,
+                is_store=True,
+                reason=verdict.reason,
+                prompt_tokens=len(chain) * self._tokens_per_chunk,
+                hit_tokens=int(np.count_nonzero(present)) * self._tokens_per_chunk,
+                tier=CPU if first_refused else "",
+                end_tokens=first_refused * self._tokens_per_chunk,
+                refused=chain[first_refused:],
+            )
+        )
+        return verdict
+
+    def offered(self, generated: Sequence[bytes]) -> None:
+        """Chunks of what a request generated: their next use is the next turn's."""
+        if generated and self.mode is Mode.MODEL:
+            self._reuse.use(generated)
+
+    def count_uses(self, chain: Sequence[bytes]) -> NDArray[np.intp]:
+        """How often each key was used, this time included. Once for each request."""
+        return self._reuse.use(chain)
+
+    def decide_store(
+        self, uses: NDArray[np.intp], present: NDArray[np.bool_], chunk_bytes: int, *, tier_full: bool
+    ) -> StoreVerdict:
+        # One place more than the prompt has: whether the answer's chunks, used for the first time, pay as well.
+        probabilities = self._reuse.probabilities(np.append(uses, 1))
+        held = np.append(present, False)
+        price = self._store_price(probabilities, chunk_bytes, tier_full=tier_full)
+        decided = costmodel.decide_store(
+            self.recompute_model, price, self._tokens_per_chunk, chunk_bytes, probabilities, held
+        )
+        if decided.chunk_count > len(uses):
+            return StoreVerdict(None, str(decided.reason))
+        reason = decided.reason
+        if decided.chunk_count == len(uses) and bool(present.all()):
+            reason = StoreReason.PRESENT
+        return StoreVerdict(decided.chunk_count, str(reason))
+
+    def _store_price(self, probabilities: NDArray[np.float64], chunk_bytes: int, *, tier_full: bool) -> StorePrice:
+        load, store = self._transfers["load"].model(), self._transfers["store"].model()
+        displaced = CHUNK_HANDLING_S / chunk_bytes  # a cost by the chunk, like what is displaced
+        if tier_full:
+            # What is evicted was most likely used once, as long ago as the tier is large.
+            middle = len(probabilities) // 2
+            saving_s = costmodel.chunk_saving_s(self.recompute_model, self._tokens_per_chunk, np.array([middle]))
+            once = float(self._reuse.probabilities(np.array([1]))[0])
+            displaced += DISPLACED_SHARE * once * max(0.0, float(saving_s[0])) / chunk_bytes
+        return StorePrice(load, store.bytes_per_s, self._priors.write_price, displaced)
+
+    # -- what outlives the engine -------------------------------------------------------------------------------------
+
+    def documents(self) -> dict[str, str]:
+        """What was learned since the last call, by its name, as JSON."""
+        documents = {}
+        for name, estimate in self._estimates().items():
+            if estimate.observation_count != self._documented.get(name, 0):
+                self._documented[name] = estimate.observation_count
+                documents[name] = json.dumps(estimate.document())
+        return documents
+
+    def restore(self, documents: Mapping[str, str]) -> None:
+        """Go on from what another engine learned, where this one has not seen more itself. What makes no sense is
+        left out."""
+        estimates = self._estimates()
+        for name, text in documents.items():
+            if name in estimates and estimates[name].observation_count < KNOWN_OBSERVATIONS:
+                try:
+                    document = json.loads(text)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(document, dict) and estimates[name].restore(document):
+                    self._documented[name] = estimates[name].observation_count
+        self._refresh()
+
+    def _estimates(self) -> dict[str, Estimate]:
+        transfers = {name: calibration.estimate for name, calibration in self._transfers.items()}
+        return {"recompute": self._recompute.estimate, "lag": self._lag, **transfers}
+
+
+def _moved_s(link: TransferModel, nbytes: int, lag_s: float) -> float:
+    """Nothing to copy costs nothing: it is on its way for somebody else."""
+    return transfer_s(link, nbytes) + lag_s if nbytes > 0 else 0.0
+
+
+def leading(codes: bytes, *others: int) -> int:
+    """How many codes there are before the first one of the others."""
+    found = [place for code in others if (place := codes.find(code)) >= 0]
+    return min(found, default=len(codes))

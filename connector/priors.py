@@ -1,0 +1,110 @@
+"""What is believed of an engine's speed before it was measured: from its model, its platform, and the profiles."""
+
+import logging
+import os
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from connector.admission import Priors
+from connector.transfer import COPY_THREADS
+from kvstore import profiles
+from kvstore.costmodel import DRAM_WRITE_PRICE_MIN, RecomputeModel, TransferModel
+from kvstore.errors import ConfigurationError
+from kvstore.namespace import canonical_json
+from kvstore.profiles import measured
+
+logger = logging.getLogger("vllm.connector.priors")
+
+# Of a CPU platform nothing is known but that it is slow: guesses, which the first requests replace.
+CPU_FLOPS_PER_CORE = 30e9
+CPU_STEP_S = 5e-3
+HOST_COPY = TransferModel(4e9, 2e-4)
+DISK = TransferModel(1e9, 6e-3)  # slower than any NVMe drive, until it was read
+FITTED_ERROR_MAX = 0.2  # of a profile that was fitted for this model and GPU, not scaled from another
+
+
+def engine_priors(vllm_config: VllmConfig) -> Priors:
+    """What `kvstore calibrate` measured on this node counts before any table."""
+    node = _measured()
+    disk = node.disk_read if node is not None and node.disk_read is not None else DISK
+    host_copy = HOST_COPY if node is None else node.host_copy
+    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    geometry = _geometry(vllm_config)
+    if current_platform.device_type == "cpu":
+        cores = len(os.sched_getaffinity(0))
+        return Priors(
+            recompute=_on_cpu(geometry, cores, step_tokens),
+            load=host_copy,
+            store=host_copy,
+            disk=disk,
+            write_price=max(DRAM_WRITE_PRICE_MIN, min(1.0, COPY_THREADS / cores)),  # copies take the engine's own cores
+            source="guessed for a CPU platform",
+        )
+    name = current_platform.get_device_name()
+    prefill = profiles.find_prefill(geometry, name, tp_size)
+    gpu = profiles.find_gpu(name) or profiles.find_gpu("h100_sxm")
+    assert gpu is not None
+    expected = gpu.link.expected
+    link = TransferModel(expected.bytes_per_s * tp_size, expected.overhead_s)
+    return Priors(
+        recompute=prefill.recompute_model(step_tokens=step_tokens),
+        load=link,
+        store=link,
+        disk=disk,
+        recompute_known=prefill.error <= FITTED_ERROR_MAX,
+        source=prefill.source,
+    )
+
+
+def _measured() -> measured.Measured | None:
+    path = measured.profile_path()
+    try:
+        return measured.read(path)
+    except ConfigurationError as problem:
+        logger.warning("kvstore: %s. Starting from the tables instead", problem)
+        return None
+
+
+def learning(vllm_config: VllmConfig) -> str:
+    """What the speeds of an engine depend on: engines for which it is equal learn from each other."""
+    model = vllm_config.model_config
+    return canonical_json(
+        {
+            "model": str(model.model),
+            "dtype": str(model.dtype),
+            "kv_dtype": str(vllm_config.cache_config.cache_dtype),
+            "tp_size": vllm_config.parallel_config.tensor_parallel_size,
+            "device": current_platform.get_device_name() or current_platform.device_type,
+        }
+    )
+
+
+def _geometry(vllm_config: VllmConfig) -> profiles.Geometry:
+    model = vllm_config.model_config
+    text: Any = model.hf_text_config
+    if model.use_mla:
+        width = int(text.kv_lora_rank) + int(text.qk_rope_head_dim)
+        return profiles.Geometry(_layers(text), _hidden(text), 1, width, "mla")
+    return profiles.Geometry(_layers(text), _hidden(text), model.get_total_num_kv_heads(), model.get_head_size(), "gqa")
+
+
+def _layers(text: Any) -> int:
+    return int(getattr(text, "num_hidden_layers", 0) or 1)
+
+
+def _hidden(text: Any) -> int:
+    return int(getattr(text, "hidden_size", 0) or 1)
+
+
+def _on_cpu(geometry: profiles.Geometry, cores: int, step_tokens: int) -> RecomputeModel:
+    flops_per_s = CPU_FLOPS_PER_CORE * cores
+    weights = 12 * geometry.layers * geometry.hidden**2
+    return RecomputeModel(
+        CPU_STEP_S,
+        2 * weights / flops_per_s,
+        2 * geometry.layers * geometry.hidden / flops_per_s,
+        step_tokens=step_tokens,
+    )

@@ -1,0 +1,100 @@
+"""`kvstore explain`: why a request hit, missed, was loaded or recomputed, and what became of a key."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+
+from kvstore import admin
+from kvstore.cli.output import Endpoint, Json, print_json, reported
+from kvstore.errors import NotFound
+
+_WHY = {
+    "LOAD_IS_QUICKER": "loading is quicker",
+    "RECOMPUTE_IS_QUICKER": "recomputing is quicker",
+    "TIER_SICK": "the tier refuses to be read",
+    "NO_HIT": "no chunk that the engine lacks was there",
+    "LEARNING": "too little is known yet to decline",
+    "MEASURING": "recomputed to learn how long that takes",
+    "EXPLORING": "against the estimate, to see whether it still holds",
+    "ALWAYS": "admission=always",
+    "NEVER": "admission=never",
+    "WORTH_IT": "likely to be used again",
+    "PRESENT": "all of it was there",
+    "ADMISSION": "would cost more than it is likely to save",
+}
+
+
+def explain(
+    about: Annotated[
+        str,
+        typer.Argument(
+            metavar="REQUEST|KEY", help="A request's id or how it begins, or a key in hex (8 bytes or more)."
+        ),
+    ],
+    endpoint: Endpoint = None,
+    json: Json = False,
+) -> None:
+    """Say why a request was loaded or recomputed, stored or not, or what became of a key."""
+    with reported(endpoint, as_json=json) as where:
+        found = admin.explain(where, about)
+        if not found["decisions"] and not found["keys"]:
+            raise NotFound(
+                f"nothing is known of {about!r}: it is not the beginning of a request's id or of a key here, was never "
+                "stored or decided about, or was so long ago that it is forgotten"
+            )
+    if json:
+        print_json(found)
+        return
+    console = Console()
+    for decision in cast("Sequence[Mapping[str, object]]", found["decisions"]):
+        for line in _decision(decision):
+            console.print(line, highlight=False, soft_wrap=True)
+    for fate in cast("Sequence[Mapping[str, object]]", found["keys"]):
+        tenant = fate["tenant_id"] or "unknown"
+        console.print(f"namespace {fate['namespace_id']}, tenant {tenant}", highlight=False, soft_wrap=True)
+        for event in cast("Sequence[str]", fate["events"]):
+            console.print(f"  {event}", highlight=False, soft_wrap=True)
+
+
+def _decision(decision: Mapping[str, object]) -> list[str]:
+    head = f"{decision['kind']} decision for request {decision['request']}, {decision['age_s']:.1f} s ago"
+    why = f"{decision['reason']} ({_WHY[reason]})" if (reason := str(decision["reason"])) in _WHY else reason
+    return [head, *(_store(decision, why) if decision["kind"] == "store" else _load(decision, why))]
+
+
+def _load(decision: Mapping[str, object], why: str) -> list[str]:
+    lines = [
+        f"  prompt {decision['prompt_tokens']} tokens; in the engine's own cache up to {decision['gpu_tokens']}, "
+        f"in the cpu tier up to {decision['cpu_tokens']}, with the fs tier up to {decision['hit_tokens']}; "
+        f"{decision['waiting']} other requests waited",
+        f"  predicted: recompute all {_ms(decision['recompute_s'])}",
+    ]
+    lines += [
+        f"             load up to {each['end_tokens']} from {each['tier']} and compute the rest {_ms(each['seconds'])}"
+        for each in cast("Sequence[Mapping[str, object]]", decision["alternatives"])
+    ]
+    chosen = f"load up to {decision['end_tokens']} from {decision['tier']}" if decision["tier"] else "recompute"
+    lines.append(f"  chosen: {chosen}, {why}")
+    lines.append(f"  outcome: {decision['outcome'] or 'not known yet'}")
+    if decision["first_missing"]:
+        lines.append(f"  the first chunk that was not there has the key {decision['first_missing']}...")
+    if decision["load_s"]:
+        lines.append(
+            f"  measured: loaded after {_ms(decision['load_s'])}; recomputing that part would have taken "
+            f"{_ms(decision['saved_s'])}"
+        )
+    if decision["first_token_s"]:
+        lines.append(f"  measured: prompt computed after {_ms(decision['first_token_s'])}")
+    return lines
+
+
+def _store(decision: Mapping[str, object], why: str) -> list[str]:
+    refused = decision["refused_chunks"]
+    stored = f"stored up to token {decision['end_tokens']} of {decision['prompt_tokens']}"
+    return [f"  {stored}, {why}" + (f"; {refused} chunks refused" if refused else "")]
+
+
+def _ms(seconds: object) -> str:
+    return f"{float(cast('float', seconds)) * 1000:,.1f} ms"

@@ -1,0 +1,77 @@
+"""What an engine decided about loading or storing, why, and what came of it: the value, and its form on the wire.
+
+An engine sends a decision when it is made and again, under the same number, when something came of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvstore.rpc.v1 import store_pb2
+
+REFUSED_KEYS_MAX = 256  # of one decision that travel
+REFUSED_PREFIX_BYTES = 8  # of each: enough to answer a person who asks about a key
+
+
+class Alternative(NamedTuple):
+    """To load up to `end_tokens`, and compute the rest. `seconds`: for the request alone; `cost_s`: what it costs all
+    that wait (infinity: not considered)."""
+
+    tier: str
+    end_tokens: int
+    seconds: float
+    cost_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Decision:
+    """Lengths in tokens of the prompt, ends counted from its start."""
+
+    number: int  # of the engine's
+    request: str
+    is_store: bool
+    reason: str
+    prompt_tokens: int
+    gpu_tokens: int = 0  # the engine's own cache had them
+    cpu_tokens: int = 0  # end of the part of the hit that is in memory
+    hit_tokens: int = 0  # end of all of the hit; store: tokens of chunks already there
+    waiting: int = 0  # other requests that waited for the GPU
+    recompute_s: float = 0.0
+    recompute_cost_s: float = 0.0
+    alternatives: tuple[Alternative, ...] = ()
+    tier: str = ""  # chosen, the slowest that takes part; "": none
+    end_tokens: int = 0
+    refused: Sequence[bytes] = ()  # store: keys that were not admitted, head first; load: the first that was not there
+    outcome: str = ""
+    load_s: float = 0.0  # from the decision until its load had ended
+    saved_s: float = 0.0  # what recomputing the loaded part would have taken
+    first_token_s: float = 0.0  # from the decision until the prompt was computed
+
+    def message(self) -> store_pb2.Decision:
+        return store_pb2.Decision(
+            number=self.number,
+            request=self.request,
+            is_store=self.is_store,
+            reason=self.reason,
+            prompt_tokens=self.prompt_tokens,
+            gpu_tokens=self.gpu_tokens,
+            cpu_tokens=self.cpu_tokens,
+            hit_tokens=self.hit_tokens,
+            waiting=self.waiting,
+            recompute_s=self.recompute_s,
+            recompute_cost_s=self.recompute_cost_s,
+            alternatives=[
+                store_pb2.Alternative(
+                    tier=each.tier, end_tokens=each.end_tokens, seconds=each.seconds, cost_s=each.cost_s
+                )
+                for each in self.alternatives
+            ],
+            tier=self.tier,
+            end_tokens=self.end_tokens,
+            refused_count=len(self.refused),
+            refused=b"".join(key[:REFUSED_PREFIX_BYTES] for key in self.refused[:REFUSED_KEYS_MAX]),
+            outcome=self.outcome,
+            load_s=self.load_s,
+            saved_s=self.saved_s,
+            first_token_s=self.first_token_s,
+        )

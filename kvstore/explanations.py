@@ -1,0 +1,238 @@
+"""What engines decided and what became of chunks, as far as it is remembered, for a person who asks why.
+
+One owner, the event loop's thread; no clock (times are arguments, in ms of one monotonic clock). All of it is bounded,
+the oldest goes first, and dies with the daemon. Nothing in the store depends on it.
+"""
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.decisions import REFUSED_PREFIX_BYTES
+from kvstore.rpc.v1 import admin_pb2, store_pb2
+
+DECISIONS_KEPT = 4_096
+KEYS_KEPT = 65_536  # stored, and refused, each
+EVICTIONS_KEPT = 4_096
+REMOVALS_KEPT = 64
+REASONS_MAX = 64  # an engine may send any text
+TIERS_MAX = 8
+EXPLAINED_MAX = 64  # decisions in one answer
+
+LOAD, STORE = "load", "store"
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    group: str
+    namespace: bytes
+    decision: store_pb2.Decision
+    at_ms: int
+
+
+@dataclass(slots=True)
+class _Count:
+    decisions: int = 0
+    refused_chunks: int = 0
+
+
+@dataclass(slots=True)
+class _Balance:
+    loads: int = 0
+    predicted_s: float = 0.0
+    realised_s: float = 0.0
+    load_s: float = 0.0
+    saved_s: float = 0.0
+    regret_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A chunk that an engine did not store."""
+
+    request: str
+    reason: str
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A chunk that was committed."""
+
+    group: str
+    at_ms: int
+
+
+@dataclass(slots=True)
+class _Evictions:
+    """What room for one group cost others, in one second."""
+
+    group: str
+    at_ms: int
+    chunks: int
+
+
+@dataclass(slots=True)
+class Explanations:
+    _kept: OrderedDict[tuple[str, int], _Kept] = field(default_factory=OrderedDict)
+    # By how keys begin: what namespaces refused, and what was stored by namespace, tenant and key.
+    _refused: OrderedDict[bytes, dict[bytes, Refused]] = field(default_factory=OrderedDict)
+    _stored: OrderedDict[bytes, dict[tuple[bytes, bytes, bytes], Stored]] = field(default_factory=OrderedDict)
+    _evictions: deque[_Evictions] = field(default_factory=lambda: deque(maxlen=EVICTIONS_KEPT))
+    _removals: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=REMOVALS_KEPT))
+    _counts: dict[tuple[str, str], _Count] = field(default_factory=dict)
+    _balances: dict[str, _Balance] = field(default_factory=dict)
+
+    def told(self, group: str, namespace: bytes, decisions: Sequence[store_pb2.Decision], now_ms: int) -> None:
+        """A group's decisions, new ones or with what came of them."""
+        for decision in decisions:
+            before = self._kept.get((group, decision.number))
+            if before is None:
+                self._count(decision)
+                self._refuse(namespace, decision, now_ms)
+                self._kept[group, decision.number] = _Kept(group, namespace, decision, now_ms)
+                if len(self._kept) > DECISIONS_KEPT:
+                    self._kept.popitem(last=False)
+            else:
+                if decision.first_token_s and not before.decision.first_token_s:
+                    self._balance(decision)
+                before.decision = decision
+
+    def _count(self, decision: store_pb2.Decision) -> None:
+        kind = (STORE if decision.is_store else LOAD, decision.reason)
+        if kind not in self._counts and len(self._counts) >= REASONS_MAX:
+            return
+        count = self._counts.setdefault(kind, _Count())
+        count.decisions += 1
+        count.refused_chunks += decision.refused_count if decision.is_store else 0
+
+    def _refuse(self, namespace: bytes, decision: store_pb2.Decision, now_ms: int) -> None:
+        if not decision.is_store:
+            return
+        refused = Refused(decision.request, decision.reason, now_ms)
+        prefixes, each = decision.refused, REFUSED_PREFIX_BYTES
+        for first in range(0, len(prefixes), each):
+            self._refused.setdefault(prefixes[first : first + each], {})[namespace] = refused
+        while len(self._refused) > KEYS_KEPT:
+            self._refused.popitem(last=False)
+
+    def _balance(self, decision: store_pb2.Decision) -> None:
+        predicted = [each.seconds for each in decision.alternatives]
+        times = (decision.first_token_s, decision.load_s, decision.saved_s, *predicted)
+        if not decision.load_s or not all(0 <= seconds < math.inf for seconds in times):
+            return
+        if decision.tier not in self._balances and len(self._balances) >= TIERS_MAX:
+            return
+        balance = self._balances.setdefault(decision.tier, _Balance())
+        chosen = [each for each in decision.alternatives if each.tier == decision.tier]
+        balance.loads += 1
+        balance.predicted_s += chosen[0].seconds if chosen else 0.0
+        balance.realised_s += decision.first_token_s
+        balance.load_s += decision.load_s
+        balance.saved_s += decision.saved_s
+        balance.regret_s += max(0.0, decision.load_s - decision.saved_s)
+
+    def stored(self, group: str, namespace: bytes, tenant: bytes, key: bytes, now_ms: int) -> None:
+        """A chunk became visible."""
+        start = key[:REFUSED_PREFIX_BYTES]
+        kept = self._stored.setdefault(start, {})
+        self._stored.move_to_end(start)
+        kept[namespace, tenant, key] = Stored(group, now_ms)
+        if len(self._stored) > KEYS_KEPT:
+            self._stored.popitem(last=False)
+
+    def evicted(self, group: str, chunks: int, now_ms: int) -> None:
+        """Chunks went from memory to make room for a group."""
+        last = self._evictions[-1] if self._evictions else None
+        if last is not None and last.group == group and now_ms - last.at_ms < 1000:
+            last.chunks += chunks
+        elif chunks:
+            self._evictions.append(_Evictions(group, now_ms, chunks))
+
+    def removed(self, what: str, now_ms: int) -> None:
+        """An operator removed something (`what`: from which tier)."""
+        self._removals.append((now_ms, what))
+
+    # -- asked --------------------------------------------------------------------------------------------------------
+
+    def of_request(self, request: str, now_ms: int) -> list[admin_pb2.Explained]:
+        """The newest decisions about requests whose id begins so, oldest first."""
+        found = [kept for kept in self._kept.values() if kept.decision.request.startswith(request)]
+        return [_explained(kept, now_ms) for kept in found[-EXPLAINED_MAX:]]
+
+    def of_key(
+        self,
+        key: bytes,
+        places: Iterable[tuple[bytes, bytes]],
+        where: Callable[[bytes, bytes, bytes], str],
+        now_ms: int,
+    ) -> list[admin_pb2.KeyFate]:
+        """What is known of keys that begin so. `places`: namespaces and tenants in which a whole key is looked for;
+        `where(namespace, tenant, key)`: the tier that holds it now, or ""."""
+        fates: list[admin_pb2.KeyFate] = []
+        known = set()
+        start = key[:REFUSED_PREFIX_BYTES]
+        for (namespace, tenant, full), stored in self._stored.get(start, {}).items():
+            if not full.startswith(key):
+                continue
+            known.add((namespace, tenant, full))
+            events = [f"stored {_ago(stored.at_ms, now_ms)} by {stored.group}"]
+            tier = where(namespace, tenant, full)
+            events.append(f"in the {tier} tier now" if tier else self._gone(stored.at_ms, now_ms))
+            fates.append(admin_pb2.KeyFate(namespace_id=namespace, tenant_id=tenant, events=events))
+        for namespace, tenant in places:
+            if (namespace, tenant, key) not in known and (tier := where(namespace, tenant, key)):
+                events = [f"in the {tier} tier now; when it was stored is no longer known"]
+                fates.append(admin_pb2.KeyFate(namespace_id=namespace, tenant_id=tenant, events=events))
+        for namespace, refused in self._refused.get(start, {}).items():
+            text = f"not stored {_ago(refused.at_ms, now_ms)}, for request {refused.request}: {refused.reason}"
+            fates.append(admin_pb2.KeyFate(namespace_id=namespace, events=[text]))
+        return fates[-EXPLAINED_MAX:]
+
+    def _gone(self, since_ms: int, now_ms: int) -> str:
+        """Which chunk made room for which is not recorded; who needed room, and when, is."""
+        by_group: dict[str, int] = {}
+        first_ms = last_ms = 0
+        for eviction in self._evictions:
+            if eviction.at_ms >= since_ms:
+                by_group[eviction.group] = by_group.get(eviction.group, 0) + eviction.chunks
+                first_ms, last_ms = first_ms or eviction.at_ms, eviction.at_ms
+        causes = [f"{chunks} chunks were evicted to make room for {group}" for group, chunks in by_group.items()]
+        if causes:
+            causes[-1] += f", the first {_ago(first_ms, now_ms)} and the last {_ago(last_ms, now_ms)}"
+        removals = [(at_ms, what) for at_ms, what in self._removals if at_ms >= since_ms]
+        causes += [f"an operator removed {what} {_ago(at_ms, now_ms)}" for at_ms, what in removals]
+        return "in no tier now; since it was stored " + ("; ".join(causes) or "nothing is known to have been evicted")
+
+    def counts(self) -> list[admin_pb2.AdmissionCount]:
+        return [
+            admin_pb2.AdmissionCount(
+                kind=kind, reason=reason, decisions=count.decisions, refused_chunks=count.refused_chunks
+            )
+            for (kind, reason), count in sorted(self._counts.items())
+        ]
+
+    def balances(self) -> list[admin_pb2.TierBalance]:
+        return [
+            admin_pb2.TierBalance(
+                tier=tier,
+                loads=balance.loads,
+                predicted_s=balance.predicted_s,
+                realised_s=balance.realised_s,
+                load_s=balance.load_s,
+                saved_s=balance.saved_s,
+                regret_s=balance.regret_s,
+            )
+            for tier, balance in sorted(self._balances.items())
+        ]
+
+
+def _ago(at_ms: int, now_ms: int) -> str:
+    return f"{max(0, now_ms - at_ms) / 1000:.1f} s ago"
+
+
+def _explained(kept: _Kept, now_ms: int) -> admin_pb2.Explained:
+    return admin_pb2.Explained(
+        decision=kept.decision, group=kept.group, age_s=(now_ms - kept.at_ms) / 1000, namespace_id=kept.namespace
+    )

@@ -1,0 +1,63 @@
+"""What each tenant may take in each tier, as an operator has set it. The tiers themselves keep to it.
+
+Concurrency: the event loop's thread. Nothing here is kept over a restart; `kept` is what a file needs to hold for that,
+and `load` reads it again.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from kvstore import limits
+from kvstore._native import Index
+from kvstore.errors import LimitExceeded
+from kvstore.tenant import TENANT_ID_BYTES
+from kvstore.tiers.fs import FsTier
+
+CPU_TIER = "cpu"
+
+
+class Quotas:
+    def __init__(self, index: Index, fs: FsTier | None) -> None:
+        self._index = index
+        self._fs = fs
+        self._bytes: dict[tuple[bytes, str], int] = {}  # by tenant and tier
+
+    def set(self, tenant: bytes, tier: str, nbytes: int | None) -> int:
+        """None: no limit. Returns by how much the tenant's chunks are beyond it: the caller removes that.
+        LimitExceeded."""
+        key = (tenant, tier)
+        if nbytes is None:
+            self._bytes.pop(key, None)
+        else:
+            if key not in self._bytes and len(self._bytes) >= limits.QUOTAS_MAX:
+                raise LimitExceeded(f"{len(self._bytes)} quotas are set, and {limits.QUOTAS_MAX} is the most")
+            self._bytes[key] = nbytes
+        if tier == CPU_TIER:
+            used = self._index.set_quota(tenant, nbytes)
+        else:
+            assert self._fs is not None, "a quota of a tier that there is not"
+            used = self._fs.set_quota(tenant, nbytes)
+        return max(0, used - nbytes) if nbytes is not None else 0
+
+    def __iter__(self) -> Iterator[tuple[bytes, str, int]]:
+        """Tenant, tier and bytes, in that order."""
+        for (tenant, tier), nbytes in sorted(self._bytes.items()):
+            yield tenant, tier, nbytes
+
+    def kept(self) -> dict[str, dict[str, int]]:
+        """By tenant (hex) and tier."""
+        kept: dict[str, dict[str, int]] = {}
+        for tenant, tier, nbytes in self:
+            kept.setdefault(tenant.hex(), {})[tier] = nbytes
+        return kept
+
+    def load(self, kept: Mapping[str, Mapping[str, int]]) -> None:
+        """What can be no quota is left out: the file is an operator's to damage."""
+        tiers = {CPU_TIER} if self._fs is None else {CPU_TIER, self._fs.name}
+        for name, by_tier in kept.items():
+            try:
+                tenant = bytes.fromhex(name)
+            except ValueError:
+                continue
+            for tier, nbytes in by_tier.items():
+                if len(tenant) == TENANT_ID_BYTES and tier in tiers and nbytes >= 0:
+                    self.set(tenant, tier, nbytes)

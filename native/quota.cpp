@@ -1,0 +1,70 @@
+// Index: bytes that one tenant's chunks may take. Only tenants with a quota have an order of eviction of their own.
+#include "index.h"
+
+namespace kvstore {
+namespace {
+
+constexpr int EVICTIONS_PER_COMMIT_MAX = 64;
+
+}  // namespace
+
+std::uint64_t Index::set_quota(const Id& tenant, std::optional<std::uint64_t> nbytes) {
+    if (!nbytes) {
+        quotas_.erase(tenant);
+        return 0;
+    }
+    const auto [at, added] = quotas_.try_emplace(tenant);
+    Quota& quota = at->second;
+    quota.nbytes = *nbytes;
+    if (!added) return quota.used;
+    for (const auto& [scope, number] : scopes_.numbers()) {
+        if (scope.tenant == tenant) quota.used += scopes_[number].bytes;
+    }
+    if (quota.used == 0) return 0;
+    for (std::uint32_t number = 0; number < records_.size(); ++number) {
+        const Record& record = records_[number];
+        if (record.place.listed() && scopes_[record.scope].scope.tenant == tenant)
+            quota.leaves.insert(own_leaf(number));
+    }
+    return quota.used;
+}
+
+Index::Quota* Index::quota_of(const Id& tenant) {
+    if (quotas_.empty()) return nullptr;
+    const auto found = quotas_.find(tenant);
+    return found == quotas_.end() ? nullptr : &found->second;
+}
+
+// Evicts the tenant's own chunks, but not `kept`, until so many bytes more are within its quota. False: they cannot be,
+// or it would not be worth it: no lookup gets as far as a chunk whose parent is not there (`cut_off`), and a chain
+// longer than the quota would eat its own head for its end.
+bool Index::make_room_in(Quota& quota, std::uint64_t nbytes, std::uint32_t kept, bool cut_off) {
+    for (int evictions = 0; quota.used + nbytes > quota.nbytes; ++evictions) {
+        if (cut_off) return false;
+        auto oldest = quota.leaves.begin();
+        if (oldest != quota.leaves.end() && oldest->record == kept) ++oldest;
+        if (nbytes > quota.nbytes || oldest == quota.leaves.end() || evictions == EVICTIONS_PER_COMMIT_MAX)
+            return false;
+        evict(oldest->record);
+    }
+    return true;
+}
+
+void Index::quota_problems(std::vector<std::string>& problems) const {
+    for (const auto& [tenant, quota] : quotas_) {
+        std::uint64_t used = 0, evictable = 0;
+        for (std::uint32_t number = 0; number < records_.size(); ++number) {
+            const Record& record = records_[number];
+            if (!record.live || scopes_[record.scope].scope.tenant != tenant) continue;
+            used += class_bytes(record.at.slot);
+            if (!is_evictable(record)) continue;
+            ++evictable;
+            if (!quota.leaves.contains(own_leaf(number)))
+                problems.push_back("a chunk is not among its tenant's victims");
+        }
+        if (used != quota.used) problems.push_back("a tenant's quota counts bytes wrongly");
+        if (evictable != quota.leaves.size()) problems.push_back("a tenant's quota has victims that are none");
+    }
+}
+
+}  // namespace kvstore

@@ -1,0 +1,188 @@
+"""`kvstore explain` against a real daemon, and what engines tell it: decisions, and what they learned."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvstore.cli import app
+from kvstore.client import StoreClient
+from kvstore.decisions import Alternative, Decision
+from kvstore.errors import LimitExceeded
+from kvstore.limits import LEARNED_DOCUMENT_BYTES_MAX
+from kvstore.session import Attachment, Role, Session
+from kvstore.steps import DECISIONS_QUEUED_MAX, Steps
+from kvstore.testing import Daemon, running_daemon
+from kvstore.tiers.fs_paths import LEARNED
+from tests.integration.conftest import CHUNK_BYTES, WAIT_S, client_of, eventually, key, payload
+
+CLIENT = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=CHUNK_BYTES)
+
+
+def explain(daemon: Daemon, about: str, code: int = 0) -> dict[str, list[dict[str, object]]]:
+    done = CliRunner().invoke(app, ["explain", about, "--endpoint", daemon.endpoint, "--json"])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def shown(daemon: Daemon, about: str) -> str:
+    done = CliRunner().invoke(app, ["explain", about, "--endpoint", daemon.endpoint])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.fixture
+def steps(daemon: Daemon) -> Iterator[Steps]:
+    with Session.attach(daemon.endpoint, CLIENT) as session:
+        yield Steps(session)
+
+
+def test_a_request_says_what_was_compared_chosen_and_measured(daemon: Daemon, steps: Steps) -> None:
+    decision = Decision(
+        1, "cmpl-1-a1b2", False, "LOAD_IS_QUICKER", 2048, 0, 512, 1536, 3, 0.5, 2.0,
+        (Alternative("cpu", 512, 0.4, 1.6), Alternative("fs", 1536, 0.2, 0.8)), "fs", 1536,
+    )  # fmt: skip
+    steps.tell(decision)
+    steps.settle(WAIT_S)
+    assert explain(daemon, "cmpl-1")["decisions"][0]["outcome"] is None
+    decision.outcome, decision.load_s, decision.saved_s, decision.first_token_s = "loaded", 0.1, 0.4, 0.25
+    steps.tell(decision)
+    steps.settle(WAIT_S)
+    [found] = explain(daemon, "cmpl-1")["decisions"]
+    assert (found["reason"], found["tier"], found["outcome"]) == ("LOAD_IS_QUICKER", "fs", "loaded")
+    assert found["alternatives"] == [
+        {"tier": "cpu", "end_tokens": 512, "seconds": 0.4},
+        {"tier": "fs", "end_tokens": 1536, "seconds": 0.2},
+    ]
+    text = shown(daemon, "cmpl-1-a1")
+    for part in (
+        "recompute all 500.0 ms",
+        "up to 1536 from fs",
+        "loading is quicker",
+        "prompt computed after 250.0 ms",
+    ):
+        assert part in text
+    [count] = daemon.stats()["decisions"]
+    assert count == {"kind": "load", "reason": "LOAD_IS_QUICKER", "decisions": 1, "refused_chunks": 0}
+    [balance] = daemon.stats()["balances"]
+    assert (balance["tier"], balance["loads"], balance["regret_s"]) == ("fs", 1, 0.0)
+
+
+def test_a_key_says_that_it_was_refused_stored_or_removed(daemon: Daemon, client: StoreClient, steps: Steps) -> None:
+    steps.tell(Decision(1, "cmpl-2", True, "ADMISSION", 512, refused=[b"refused-key" * 3]))
+    steps.settle(WAIT_S)
+    [fate] = explain(daemon, (b"refused-key" * 3).hex())["keys"]
+    assert "for request cmpl-2: ADMISSION" in fate["events"][0]
+    client.put(None, {key(1): payload(1)})
+    [fate] = explain(daemon, key(1).hex())["keys"]
+    assert "stored" in fate["events"][0]
+    assert fate["events"][1] == "in the cpu tier now"
+    CliRunner().invoke(app, ["clear", "--yes", "--endpoint", daemon.endpoint])
+    [fate] = explain(daemon, key(1).hex())["keys"]
+    assert "an operator removed" in fate["events"][1]
+    assert "an operator removed" in shown(daemon, key(1).hex())
+
+
+def test_a_request_that_missed_says_what_became_of_the_chunk_it_missed(
+    daemon: Daemon, client: StoreClient, steps: Steps
+) -> None:
+    client.put(None, {key(1): payload(1)})
+    CliRunner().invoke(app, ["clear", "--yes", "--endpoint", daemon.endpoint])
+    steps.tell(Decision(1, "cmpl-3", False, "NO_HIT", 512, refused=(key(1),)))
+    steps.settle(WAIT_S)
+    found = explain(daemon, "cmpl-3")
+    assert found["decisions"][0]["first_missing"] == key(1)[:8].hex()
+    assert "an operator removed" in found["keys"][0]["events"][1]
+    assert daemon.stats()["decisions"][0]["refused_chunks"] == 0
+
+
+def test_a_key_that_had_to_make_room_says_for_whom() -> None:
+    with running_daemon(cpu_bytes="1MiB") as daemon, client_of(daemon) as client:
+        client.put(None, {key(0): payload(0)})
+        for name in range(1, 200):
+            client.put(None, {key(name): payload(name)})
+        assert daemon.tier()["evictions"] > 0
+        [fate] = explain(daemon, key(0).hex())["keys"]
+        assert "evicted to make room for client-1" in fate["events"][1]
+
+
+def test_what_is_not_known_is_an_error_that_says_why(daemon: Daemon) -> None:
+    for about in ("nobody", key(9).hex()):
+        done = CliRunner().invoke(app, ["explain", about, "--endpoint", daemon.endpoint, "--json"])
+        assert done.exit_code == 1
+        assert "nothing is known" in json.loads(done.stdout)["error"]["message"]
+
+
+def test_more_decisions_than_can_wait_lose_the_oldest_and_nobody_waits(daemon: Daemon, steps: Steps) -> None:
+    for number in range(1, DECISIONS_QUEUED_MAX + 101):
+        steps.tell(Decision(number, f"r{number}", False, "NO_HIT", 1))
+    steps.settle(WAIT_S)
+    [count] = daemon.stats()["decisions"]
+    assert count["decisions"] == DECISIONS_QUEUED_MAX
+    assert explain(daemon, "r1100")["decisions"]
+
+
+def test_what_an_engine_learned_is_there_for_the_next_one_like_it(daemon: Daemon, steps: Steps) -> None:
+    steps.ask_learned("model-a")
+    steps.learn({"recompute": "first"})
+    steps.settle(WAIT_S)
+    steps.learn({"recompute": "second", "disk": "too"})
+    steps.settle(WAIT_S)
+    with Session.attach(daemon.endpoint, CLIENT) as session:
+        other = Steps(session)
+        other.ask_learned("model-a")
+        other.settle(WAIT_S)
+        assert other.take_learned() == {"recompute": "second", "disk": "too"}
+        assert other.take_learned() == {}
+        other.ask_learned("model-b")
+        other.settle(WAIT_S)
+        assert other.take_learned() == {}
+
+
+def test_a_document_without_bounds_is_refused(daemon: Daemon, steps: Steps) -> None:
+    steps.ask_learned("model-a")
+    steps.learn({"recompute": "x" * (LEARNED_DOCUMENT_BYTES_MAX + 1)})
+    with pytest.raises(LimitExceeded, match="document"):
+        steps.settle(WAIT_S)
+    daemon.assert_sound()
+
+
+def test_with_a_disk_what_was_learned_survives_the_daemon(tmp_path: Path) -> None:
+    flags = ["--fs-dir", str(tmp_path / "fs"), "--fs-bytes", "64MiB"]
+    with running_daemon(arguments=flags) as daemon, Session.attach(daemon.endpoint, CLIENT) as session:
+        steps = Steps(session)
+        steps.ask_learned("model-a")
+        steps.learn({"recompute": "kept"})
+        steps.settle(WAIT_S)
+    for damage in (False, True):
+        if damage:
+            (tmp_path / "fs" / LEARNED).write_text("[7]")
+        with running_daemon(arguments=flags) as daemon, Session.attach(daemon.endpoint, CLIENT) as session:
+            steps = Steps(session)
+            steps.ask_learned("model-a")
+            steps.settle(WAIT_S)
+            assert steps.take_learned() == ({} if damage else {"recompute": "kept"})
+
+
+def test_reads_from_disk_are_timed_by_the_daemon(tmp_path: Path) -> None:
+    flags = ["--fs-dir", str(tmp_path / "fs"), "--fs-bytes", "64MiB"]
+    with running_daemon(arguments=flags) as daemon:
+        with client_of(daemon) as client:
+            client.put(None, {key(name): payload(name) for name in range(8)})
+            eventually(lambda: daemon.tier("fs")["chunks"] == 8, "all are written")
+        CliRunner().invoke(app, ["evict", "--tier", "cpu", "--endpoint", daemon.endpoint])
+        with Session.attach(daemon.endpoint, CLIENT) as session:
+            steps, reads = Steps(session), []
+            steps.promote(session.tenant_id(None), [key(name) for name in range(8)])
+
+            def told() -> bool:
+                steps.settle(WAIT_S)
+                reads.extend(steps.take_reads())
+                return bool(reads)
+
+            eventually(told, "the read is reported")
+            [(chunks, seconds)] = reads
+            assert chunks == 8
+            assert 0 < seconds < WAIT_S

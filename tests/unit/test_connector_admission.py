@@ -1,0 +1,209 @@
+"""Admission under vLLM's real scheduler: what is declined is neither leased nor loaded, and the tokens stay right."""
+
+import os
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+os.environ.setdefault("PYTHONHASHSEED", "0")
+
+from connector import metrics
+from connector.admission import PROBE_AFTER_DECLINES, Admission, Mode, Priors, Reason
+from kvstore.costmodel import LoadReason, RecomputeModel, StoreReason, TransferModel
+from tests.unit.connector_engine import PretendEngine
+
+PROMPT = list(range(41))  # 10 full blocks: 5 chunks of 2
+CHUNK_TOKENS = 8
+GPU = RecomputeModel(1e-3, 1e-3, 0.0, scale=1.0)
+FAST, SLOW = TransferModel(1e9, 1e-5), TransferModel(1e3, 1e-5)  # a chunk has 128 bytes
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def engine_of(
+    *, mode: Mode = Mode.MODEL, load: TransferModel = FAST, disk: TransferModel = FAST, **extra: object
+) -> PretendEngine:
+    engine = PretendEngine(extra={"prefetch_policy": "wait_complete", **extra})
+    clock = engine.half._clock = Clock()
+    priors = Priors(recompute=GPU, load=load, store=FAST, disk=disk, recompute_known=True)
+    admission = Admission(mode, priors, tokens_per_chunk=CHUNK_TOKENS, clock=clock, uniform=lambda: 0.5)
+    for _ in range(4):
+        admission.copied(store=False, chunks=4, chunk_bytes=128, seconds=load.overhead_s + 512 / load.bytes_per_s)
+        admission.read(chunks=4, chunk_bytes=128, seconds=disk.overhead_s + 512 / disk.bytes_per_s)
+    engine.half._admission = admission
+    engine.half._introduced = None
+    return engine
+
+
+def becomes(engine: PretendEngine, *, load: TransferModel) -> None:
+    for _ in range(6):
+        engine.half._admission.copied(store=False, chunks=4, chunk_bytes=128, seconds=512 / load.bytes_per_s)
+
+
+def loads(engine: PretendEngine):
+    """Of hits, the newest first."""
+    return [each for each in reversed(engine.steps.told) if not each.is_store and each.reason != LoadReason.NO_HIT]
+
+
+def warm(engine: PretendEngine, req_id: str, prompt: list[int] = PROMPT) -> list[int]:
+    assert engine.scheduler.reset_prefix_cache()
+    return list(engine.serve(req_id, prompt).output_token_ids)
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+def test_a_hit_that_pays_is_loaded_and_what_came_of_it_is_told():
+    engine = engine_of()
+    cold = list(engine.serve("cold", PROMPT).output_token_ids)
+    assert warm(engine, "warm") == cold
+    assert engine.daemon.hits == 5
+    decision = loads(engine)[0]
+    assert (decision.request, decision.reason, decision.tier) == ("warm", LoadReason.LOAD_IS_QUICKER, "cpu")
+    assert (decision.cpu_tokens, decision.hit_tokens, decision.end_tokens) == (40, 40, 40)
+    assert decision.outcome == "loaded"
+
+
+def test_a_hit_that_does_not_pay_is_recomputed_and_holds_no_lease():
+    engine = engine_of()
+    cold = list(engine.serve("cold", PROMPT).output_token_ids)
+    becomes(engine, load=SLOW)
+    assert engine.scheduler.reset_prefix_cache()
+    request = engine.add("warm", PROMPT)
+    engine.step()
+    assert not +engine.daemon.leases
+    engine.run()
+    assert list(request.output_token_ids) == cold
+    assert (engine.daemon.hits, engine.metric(metrics.LOADED_CHUNKS)) == (0, 0)
+    decision = loads(engine)[0]
+    assert (decision.reason, decision.outcome) == (LoadReason.RECOMPUTE_IS_QUICKER, "recomputed")
+
+
+def test_never_neither_loads_nor_stores():
+    engine = engine_of(mode=Mode.NEVER)
+    cold = list(engine.serve("cold", PROMPT).output_token_ids)
+    assert not engine.daemon.stored
+    assert warm(engine, "warm") == cold
+
+
+def keep_in_memory(engine: PretendEngine, chunks: int) -> None:
+    """The head of PROMPT, and nothing else; the rest is on disk."""
+    keys = engine.requests["cold"].block_hashes[1:10:2]
+    engine.daemon.demote_all()
+    for place in list(engine.daemon.on_disk):
+        if place[2] in keys[:chunks]:
+            engine.daemon.stored[place] = engine.daemon.on_disk.pop(place)
+
+
+def test_the_part_in_memory_is_loaded_and_the_part_on_a_slow_disk_is_not():
+    engine = engine_of(disk=SLOW)
+    cold = list(engine.serve("cold", PROMPT).output_token_ids)
+    keep_in_memory(engine, 2)
+    assert warm(engine, "warm") == cold
+    assert (engine.daemon.hits, engine.daemon.fs_hits, len(engine.daemon.pending)) == (2, 0, 0)
+    decision = loads(engine)[0]
+    assert (decision.cpu_tokens, decision.hit_tokens, decision.end_tokens, decision.tier) == (16, 40, 16, "cpu")
+
+
+def test_a_request_is_decided_about_once_while_it_waits():
+    engine = engine_of()
+    engine.serve("cold", PROMPT)
+    keep_in_memory(engine, 2)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("warm", PROMPT)
+    for _ in range(20):
+        engine.step()
+    assert {decision.number for decision in loads(engine)} == {loads(engine)[0].number}
+    engine.daemon.land()
+    engine.run()
+    assert (engine.daemon.fs_hits, engine.daemon.hits) == (3, 2)
+    assert {decision.number for decision in loads(engine)} == {loads(engine)[0].number}
+
+
+def test_a_disk_that_does_not_answer_in_time_is_given_up_and_what_is_in_memory_is_loaded():
+    engine = engine_of()
+    cold = list(engine.serve("cold", PROMPT).output_token_ids)
+    keep_in_memory(engine, 2)
+    assert engine.scheduler.reset_prefix_cache()
+    request = engine.add("warm", PROMPT)
+    engine.step()
+    assert len(engine.daemon.pending) == 3
+    engine.half._clock.now_s += 3 * (1e-3 + 41e-3) + 0.001
+    engine.run()
+    assert list(request.output_token_ids) == cold
+    assert (engine.daemon.hits, engine.daemon.fs_hits) == (2, 0)
+    last, first = loads(engine)[0], loads(engine)[-1]
+    assert (first.tier, first.outcome) == ("fs", "not read from disk in time")
+    assert (last.tier, last.end_tokens, last.outcome) == ("cpu", 16, "loaded")
+    assert engine.half._admission._links["fs"].under_way == 0
+    assert engine.daemon.unwaited == set(engine.requests["cold"].block_hashes[5:10:2])
+
+
+def test_a_disk_that_was_declined_is_read_from_for_nobody_and_loaded_from_once_it_is_found_quick():
+    engine = engine_of(disk=SLOW)
+    engine.serve("cold", PROMPT)
+    keep_in_memory(engine, 0)
+    warmed = 0
+    while not engine.daemon.fs_hits:
+        keep_in_memory(engine, 0)  # recomputed chunks are stored in memory again
+        assert engine.scheduler.reset_prefix_cache()
+        engine.add(f"warm-{warmed}", PROMPT)
+        for _ in range(3):
+            engine.step()
+        if engine.daemon.pending:
+            engine.daemon.reads.append((len(engine.daemon.pending), 1e-3))
+            engine.daemon.land()
+        engine.run()
+        warmed += 1
+        assert warmed <= 20
+    assert warmed > PROBE_AFTER_DECLINES
+    assert engine.daemon.unwaited
+    assert loads(engine)[0].tier == "fs"
+
+
+def test_of_a_chain_only_the_admitted_prefix_is_stored_and_the_refused_keys_are_told():
+    engine = engine_of()
+    admission = engine.half._admission
+    for i in range(400):
+        chain = [f"{i}.{j}".encode() for j in range(16)]
+        admission.store("r", chain, np.zeros(16, bool), chunk_bytes=128, tier_full=False)
+    engine.serve("once", PROMPT)
+    assert not engine.daemon.stored
+    assert engine.metric(metrics.UNADMITTED_STORES) >= 5
+    [decision] = [decision for decision in engine.steps.told if decision.is_store]
+    assert decision.reason == StoreReason.NOT_WORTH_IT
+    assert list(decision.refused) == engine.requests["once"].block_hashes[1:10:2]
+    assert not engine.daemon.granted
+
+
+def test_what_was_learned_goes_to_the_daemon_and_comes_from_it():
+    engine = engine_of()
+    engine.serve("cold", PROMPT)
+    engine.half._clock.now_s += 10
+    engine.serve("other", PROMPT[::-1])
+    assert {"load", "disk"} <= set(engine.steps.learned)
+    other = engine_of(load=SLOW)
+    other.half._admission = Admission(
+        Mode.MODEL, Priors(recompute=GPU, load=FAST, store=FAST, disk=FAST), tokens_per_chunk=CHUNK_TOKENS
+    )
+    other.steps.learned_there = dict(engine.steps.learned)
+    other.serve("cold", PROMPT)
+    assert other.half._admission.documents().keys() <= {"recompute", "store"}
+
+
+def test_an_engine_that_knows_nothing_yet_stores_and_loads():
+    engine = PretendEngine(extra={"admission": "model"})
+    cold = list(engine.serve("cold", PROMPT).output_token_ids)
+    assert warm(engine, "warm") == cold
+    assert engine.daemon.hits == 5
+    assert {decision.reason for decision in engine.steps.told} == {Reason.LEARNING, LoadReason.NO_HIT}
+    [missed] = {tuple(each.refused) for each in engine.steps.told if each.reason == LoadReason.NO_HIT}
+    assert missed == (engine.requests["cold"].block_hashes[1],)

@@ -1,0 +1,51 @@
+"""What an engine's speed is taken to be before it was measured."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from connector.priors import DISK, HOST_COPY, engine_priors, learning
+from kvstore.costmodel import TransferModel, recompute_s
+from kvstore.profiles import measured
+from tests.unit.connector_engine import vllm_config
+
+
+@pytest.fixture
+def profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    monkeypatch.setenv(measured.VARIABLE, str(path))
+    return path
+
+
+def test_on_a_cpu_platform_it_is_a_guess_on_which_nothing_is_declined(profile: Path) -> None:
+    priors = engine_priors(vllm_config())
+    assert not profile.exists()
+    assert not priors.recompute_known
+    assert 0 < recompute_s(priors.recompute, 0, 2048) < 60
+    assert (priors.load, priors.store, priors.disk) == (HOST_COPY, HOST_COPY, DISK)
+    assert 0.1 <= priors.write_price <= 1.0
+
+
+def test_what_was_measured_on_this_node_counts_before_the_tables(profile: Path) -> None:
+    memory, disk = TransferModel(9e9, 1e-5), TransferModel(3e9, 1e-3)
+    measured.write(profile, measured.Measured(memory, disk, 1e9))
+    priors = engine_priors(vllm_config())
+    assert (priors.load, priors.store, priors.disk) == (memory, memory, disk)
+
+
+def test_a_damaged_profile_is_said_and_left_out(profile: Path, caplog: pytest.LogCaptureFixture) -> None:
+    profile.write_text("{")
+    with caplog.at_level(logging.WARNING, logger="vllm.connector.priors"):
+        assert engine_priors(vllm_config()).load == HOST_COPY
+    assert str(profile) in caplog.text
+    assert "kvstore calibrate" in caplog.text
+
+
+def test_engines_of_another_kind_learn_apart() -> None:
+    config = vllm_config()
+    here = learning(config)
+    config.parallel_config.tensor_parallel_size = 2
+    assert learning(config) != here

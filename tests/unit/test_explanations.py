@@ -1,0 +1,136 @@
+"""What is remembered of decisions and chunks for a person who asks, and that all of it is bounded."""
+
+import math
+
+import pytest
+
+from kvstore import explanations
+from kvstore.decisions import Alternative, Decision
+from kvstore.explanations import Explanations
+
+NAMESPACE, TENANT = b"n" * 16, b"t" * 16
+KEY = b"k" * 32
+
+
+def load(number: int = 1, **changes: object) -> Decision:
+    return Decision(
+        **{
+            "number": number,
+            "request": f"request-{number}-suffix",
+            "is_store": False,
+            "reason": "LOAD_IS_QUICKER",
+            "prompt_tokens": 1000,
+            "tier": "cpu",
+            "alternatives": (Alternative("cpu", 512, 0.25, 0.5),),
+            **changes,
+        }
+    )
+
+
+def store(number: int, keys: list[bytes], reason: str = "ADMISSION") -> Decision:
+    return Decision(number, f"request-{number}", True, reason, 1000, refused=keys)
+
+
+def tell(known: Explanations, *decisions: Decision, group: str = "engine", now_ms: int = 0) -> None:
+    known.told(group, NAMESPACE, [decision.message() for decision in decisions], now_ms)
+
+
+def nowhere(*_: bytes) -> str:
+    return ""
+
+
+def test_a_request_is_found_by_how_its_id_begins_with_what_came_of_it() -> None:
+    known = Explanations()
+    decision = load()
+    tell(known, decision, load(2))
+    decision.outcome, decision.load_s, decision.saved_s, decision.first_token_s = "loaded", 0.1, 0.4, 0.3
+    tell(known, decision, now_ms=500)
+    [explained] = known.of_request("request-1", now_ms=2000)
+    assert (explained.decision.outcome, explained.age_s, explained.group) == ("loaded", 2.0, "engine")
+    assert explained.decision.alternatives[0].seconds == 0.25
+    assert len(known.of_request("request-", 2000)) == 2
+    assert known.of_request("else", 2000) == []
+
+
+def test_engines_number_their_decisions_independently() -> None:
+    known = Explanations()
+    tell(known, load(1), group="a")
+    tell(known, load(1), group="b")
+    assert len(known.of_request("request-1", 0)) == 2
+
+
+def test_decisions_are_counted_once_and_balances_once_their_outcome_is_known() -> None:
+    known = Explanations()
+    slow, quick = load(1), load(2)
+    tell(known, slow, quick, store(3, [KEY]))
+    for decision, load_s in ((slow, 0.9), (quick, 0.1)):
+        decision.load_s, decision.saved_s, decision.first_token_s = load_s, 0.4, load_s + 0.1
+        tell(known, decision, decision)
+    counts = {(count.kind, count.reason): (count.decisions, count.refused_chunks) for count in known.counts()}
+    assert counts == {("load", "LOAD_IS_QUICKER"): (2, 0), ("store", "ADMISSION"): (1, 1)}
+    [balance] = known.balances()
+    assert (balance.tier, balance.loads) == ("cpu", 2)
+    assert balance.predicted_s == pytest.approx(0.5)
+    assert balance.realised_s == pytest.approx(1.2)
+    assert balance.load_s == pytest.approx(1.0)
+    assert balance.saved_s == pytest.approx(0.8)
+    assert balance.regret_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+def test_times_that_are_none_reach_no_sum(bad: float) -> None:
+    known = Explanations()
+    tell(known, load())
+    tell(known, load(load_s=bad, saved_s=1.0, first_token_s=1.0))
+    assert known.balances() == []
+
+
+def test_a_key_that_was_refused_says_why_and_for_whom() -> None:
+    known = Explanations()
+    tell(known, store(7, [KEY]))
+    [fate] = known.of_key(KEY, [], nowhere, now_ms=3000)
+    assert list(fate.events) == ["not stored 3.0 s ago, for request request-7: ADMISSION"]
+
+
+def test_a_key_that_was_stored_says_by_whom_where_it_is_and_who_needed_room_since() -> None:
+    known = Explanations()
+    known.evicted("early", 5, now_ms=500)
+    known.stored("engine", NAMESPACE, TENANT, KEY, now_ms=1000)
+    [fate] = known.of_key(KEY[:8], [], lambda *_: "cpu", now_ms=2000)
+    assert list(fate.events) == ["stored 1.0 s ago by engine", "in the cpu tier now"]
+    assert (fate.namespace_id, fate.tenant_id) == (NAMESPACE, TENANT)
+    known.evicted("greedy", 3, now_ms=1500)
+    known.evicted("greedy", 4, now_ms=1600)
+    known.removed("chunks from cpu", now_ms=1800)
+    [fate] = known.of_key(KEY, [], nowhere, now_ms=2000)
+    assert "7 chunks were evicted to make room for greedy, the first 0.5 s ago" in fate.events[1]
+    assert "an operator removed chunks from cpu 0.2 s ago" in fate.events[1]
+    assert "early" not in fate.events[1]
+
+
+def test_the_same_key_in_another_namespace_or_tenant_is_another_fate() -> None:
+    known = Explanations()
+    known.stored("engine", NAMESPACE, TENANT, KEY, 0)
+    known.stored("engine", NAMESPACE, b"u" * 16, KEY, 0)
+    places = [(b"m" * 16, TENANT), (NAMESPACE, TENANT)]
+    fates = known.of_key(KEY, places, lambda *_: "fs", 0)
+    assert {(fate.namespace_id, fate.tenant_id) for fate in fates} == {
+        (NAMESPACE, TENANT), (NAMESPACE, b"u" * 16), (b"m" * 16, TENANT),
+    }  # fmt: skip
+    assert known.of_key(b"other-key" * 3, places, nowhere, 0) == []
+
+
+def test_all_of_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DECISIONS_KEPT", "KEYS_KEPT", "REASONS_MAX", "TIERS_MAX"):
+        monkeypatch.setattr(explanations, name, 8)
+    known = Explanations()
+    for i in range(100):
+        key = i.to_bytes(8, "big") * 4
+        tell(known, store(2 * i, [key], reason=f"R{i}"))
+        decision = load(2 * i + 1, tier=f"tier-{i}")
+        tell(known, decision)
+        decision.load_s = decision.first_token_s = 1.0
+        tell(known, decision)
+        known.stored("engine", NAMESPACE, TENANT, key, 0)
+    sizes = [len(kept) for kept in (known._kept, known._refused, known._stored, known._counts, known._balances)]
+    assert sizes == [8] * 5
