@@ -497,23 +497,23 @@ Result DeviceCopier::hand_over_tiles(Batch& batch, Part& part, Stream stream) {
     for (const Fragment& piece : batch.tiles) {
         for (std::uint64_t at = 0; at < piece.nbytes; at += TILE_BYTES) {
             assert(count < PART_TILES_MAX);
-            part.tiles[count++] = {piece.source + at, piece.destination + at,
-                                   std::min<std::uint64_t>(TILE_BYTES, piece.nbytes - at)};
+            part.tiles.get()[count++] = {piece.source + at, piece.destination + at,
+                                         std::min<std::uint64_t>(TILE_BYTES, piece.nbytes - at)};
         }
     }
     return device_->launch_copy(part.tiles.get(), count, settings_.kernel_blocks, stream);
 }
 
 // The kernel reads its tiles where they are written here: pinned, and kept until the part's event.
-std::unique_ptr<Tile[]> DeviceCopier::take_tiles() {
+DeviceCopier::Tiles DeviceCopier::take_tiles() {
     if (!free_tiles_.empty()) {
         auto tiles = std::move(free_tiles_.back());
         free_tiles_.pop_back();
         return tiles;
     }
-    auto tiles = std::make_unique<Tile[]>(PART_TILES_MAX);
-    const Result result = driver().host_register(tiles.get(), PART_TILES_MAX * sizeof(Tile),
-                                                 HOST_REGISTER_PORTABLE | HOST_REGISTER_DEVICEMAP);
+    constexpr std::size_t nbytes = (PART_TILES_MAX * sizeof(Tile) + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+    Tiles tiles(static_cast<Tile*>(::operator new[](nbytes, std::align_val_t{PAGE_BYTES})));
+    const Result result = driver().host_register(tiles.get(), nbytes, HOST_REGISTER_PORTABLE | HOST_REGISTER_DEVICEMAP);
     return result == SUCCESS ? std::move(tiles) : nullptr;
 }
 

@@ -454,8 +454,9 @@ Result host_register(void* memory, std::size_t nbytes, unsigned) {
     ENTER("cuMemHostRegister");
     if (context_stack.empty()) return INVALID_CONTEXT;
     const auto address = reinterpret_cast<std::uint64_t>(memory);
+    if (address % 4096 != 0) return INVALID_VALUE;  // it may share a page with another one
     const auto after = state->registered.lower_bound(address);
-    if ((after != state->registered.end() && after->first < address + nbytes) ||
+    if ((after != state->registered.end() && after->first < address + (nbytes + 4095) / 4096 * 4096) ||
         (after != state->registered.begin() && std::prev(after)->first + std::prev(after)->second > address)) {
         return ALREADY_REGISTERED;
     }
