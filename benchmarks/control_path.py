@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from benchmarks.report import Result, main, spread
 from kvstore.client import Lookup, StoreClient
 from kvstore.config import endpoint_paths, grpc_target
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.steps import Steps
 from kvstore.testing import running_daemon
 
@@ -36,7 +36,7 @@ def measure() -> list[Result]:
             for begin in range(0, CHUNKS, 256):
                 store.put(None, dict.fromkeys(keys[begin : begin + 256], bytes(CHUNK_BYTES)))
             assert set(store.lookup(None, keys)) == {Lookup.CPU}
-        attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace=namespace, chunk_bytes=CHUNK_BYTES)
+        attachment = Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind(namespace, CHUNK_BYTES),))
         with Session.attach(daemon.endpoint, attachment) as session:
             return [*_lookups(session, keys), _round_trip(session, daemon.endpoint, keys)]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.report import Result, main
 from connector.link import BACKOFF_MAX_S, Link
 from kvstore._native import CPU, fill, slot_offset
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.steps import Outcome, Steps
 from kvstore.testing import running_daemon
 
@@ -85,7 +85,7 @@ def measure() -> list[Result]:
 
 
 def _link(endpoint: str) -> Link[Attached]:
-    attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "benchmark"}, chunk_bytes=CHUNK_BYTES)
+    attachment = Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind({"model": "benchmark"}, CHUNK_BYTES),))
     return Link(
         endpoint,
         attachment,

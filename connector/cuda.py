@@ -65,14 +65,14 @@ class CudaTransfer(Transfer):
 
     def __init__(
         self,
-        layout: ChunkLayout,
+        layouts: Sequence[ChunkLayout],
         regions: Sequence[Region],
         *,
         copier: DeviceCopier,
         pins: bool = True,
         compute_stream: Callable[[], int],
     ) -> None:
-        super().__init__(layout)
+        super().__init__(layouts)
         self._copier = copier
         self._pins = pins
         self._compute_stream = compute_stream

@@ -266,6 +266,7 @@ def namespace_document(
             "pipeline": parallel.pipeline_parallel_size,
             "prefill_context": parallel.prefill_context_parallel_size,
             "decode_context": parallel.decode_context_parallel_size,
+            "context_interleave": parallel.cp_kv_cache_interleave_size,
             "ranks": parallel.world_size,
         }
     return document

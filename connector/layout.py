@@ -74,6 +74,7 @@ class PerRank:
 
     rank: int = 0
     ranks: int = 1
+    page_bytes: tuple[int, ...] = ()  # of each rank's layers together; (): the same in every rank
 
 
 class CannotShare(ValueError):
@@ -146,14 +147,23 @@ class ChunkLayout:
             self._writers, self._writer = 1, 0
             sizes = [layer.page_bytes for layer in layers]
         shard_bytes = blocks_per_chunk * sum(sizes)
-        self.chunk_bytes = self.shard_count * shard_bytes
-        self.range_offset = first * shard_bytes  # the bytes of a chunk that this rank owns
-        self.range_bytes = (end - first) * shard_bytes
+        if isinstance(cut, PerRank) and cut.page_bytes:
+            of_ranks = [blocks_per_chunk * nbytes for nbytes in cut.page_bytes]
+            assert len(of_ranks) == cut.ranks, f"pages of {len(of_ranks)} of {cut.ranks} ranks"
+            assert of_ranks[cut.rank] == shard_bytes, (
+                f"rank {cut.rank} has {shard_bytes} bytes, not {of_ranks[cut.rank]}"
+            )
+        else:
+            of_ranks = [shard_bytes] * self.shard_count
+        begins = [sum(of_ranks[:shard]) for shard in range(self.shard_count)]
+        self.chunk_bytes = sum(of_ranks)
+        self.range_offset = begins[first]  # the bytes of a chunk that this rank owns
+        self.range_bytes = sum(of_ranks[first:end])
 
         pieces, begin = [], 0
         for layer, layer_parts, size in zip(layers, parts, sizes, strict=True):
             for part in layer_parts:
-                at = part.shard * shard_bytes + begin + part.offset
+                at = begins[part.shard] + begin + part.offset
                 device = layer.address + part.local_offset
                 pieces.append(_Piece(device, layer.stride_bytes, at, size, part.nbytes))
             begin += blocks_per_chunk * size
@@ -226,6 +236,19 @@ class ChunkLayout:
             np.arange(chunk_count) + first_block // self.blocks_per_chunk
         ) % self._writers == self._writer
         return turns
+
+
+def whole_chunks(chunk_count: int, block_count: int, first_block: int, blocks_per_chunk: int) -> range:
+    """Which of the chunks that a store job names have all their blocks in it.
+
+    vLLM leaves null blocks (a window's past) out of a job and says only how many blocks there are and where in the
+    request the first one lies. So what is missing can be told where the first chunk lacks exactly that many at its
+    beginning; else none of the chunks is certain.
+    """
+    missing, lead = chunk_count * blocks_per_chunk - block_count, first_block % blocks_per_chunk
+    if missing != lead:
+        return range(0)
+    return range(1 if lead else 0, chunk_count)
 
 
 def tp_problem(tp_size: int, tp_lcm_size: int, heads: int) -> str | None:

@@ -11,12 +11,14 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSpec(LoadStoreSpec):
-    """The store's side of one job: a slot per chunk, head of the prefix first. Scheduler half to workers."""
+    """The store's side of one job: a slot per chunk, kind after kind, head of the prefix first. Scheduler half to
+    workers."""
 
     ticket: int  # the scheduler half's own number for what it prepared
     instance_id: bytes  # of the daemon whose arena the slots lie in; a worker that maps another one copies nothing
     slots: NDArray[np.uint32]
     generations: NDArray[np.uint64]
+    counts: tuple[int, ...]  # how many chunks of each kind
 
 
 @dataclass

@@ -48,9 +48,12 @@ def rank_pages(
     tp_lcm_size: int,
     rank: int,
     ranks: int,
+    kind: int = 0,
+    page_bytes: tuple[int, ...] = (),
 ) -> RankPages:
-    """Of the only KV cache group. `kv_caches` is what vLLM registered, `caches` what it made of it."""
-    (refs,) = caches.group_data_refs
+    """Of one KV cache group, vLLM's `kind`th of those it offloads. `kv_caches` is what vLLM registered, `caches` what
+    it made of it. `page_bytes`: what each rank keeps of a block, where that differs (pipeline stages)."""
+    refs = caches.group_data_refs[kind]
     layers, storages = [], {}
     for ref in refs:
         tensor = caches.tensors[ref.tensor_idx].tensor
@@ -70,7 +73,7 @@ def rank_pages(
             "kvstore: chunks of this engine are of use only to engines with as many ranks (%d): %s", ranks, reason
         )
         layout = ChunkLayout(
-            layers, blocks_per_chunk=blocks_per_chunk, block_count=block_count, cut=PerRank(rank, ranks)
+            layers, blocks_per_chunk=blocks_per_chunk, block_count=block_count, cut=PerRank(rank, ranks, page_bytes)
         )
         return RankPages(layout, regions, None)
     logger.info(

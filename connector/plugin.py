@@ -6,12 +6,13 @@ called by one thread, the engine's.
 """
 
 import logging
+import time
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -22,16 +23,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MambaSpec, iter_layer_specs
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connector import identity
+from connector.adapters import Adapters
 from connector.config import ConnectorConfig, CopyBackend
 from connector.layout import tp_problem
 from connector.messages import WorkerOutcomes
 from connector.scheduler import SchedulerHalf
-from connector.spec import Engine, building
+from connector.spec import Engine, building, window_tokens
 from connector.worker import WorkerHalf
 
 logger = logging.getLogger("vllm.connector.plugin")
@@ -46,6 +48,7 @@ class KVStoreConnector(OffloadingConnector):
         _require_device(config, current_platform.device_type, is_cuda=current_platform.is_cuda())
         _require_tp(vllm_config, config)
         self._reset_in_this_step = False
+        self._adapters = Adapters(repr(getattr(vllm_config.lora_config, "lora_dtype", None)), started_ns=time.time_ns())
         self._engine = Engine(config, vllm_config, kv_cache_config, identity.engine_hash_seed())
         with building(self._engine):
             super().__init__(vllm_config, role, kv_cache_config)
@@ -66,14 +69,31 @@ class KVStoreConnector(OffloadingConnector):
         assert isinstance(half, WorkerHalf), "asked before the KV cache was registered"
         return half
 
+    @property
+    def _keeps_valid_prefix(self) -> bool:
+        """Whether vLLM may go on from the first block that a load left wrong. With several groups it cannot tell whose
+        block it is, and before a window's blocks there are none to go on from."""
+        groups = self._engine.kv_cache_config.kv_cache_groups
+        return len(groups) == 1 and window_tokens(groups[0].kv_cache_spec) is None
+
     # ---- the worker's process
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._engine.kv_caches = kv_caches
         super().register_kv_caches(kv_caches)
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self.connector_worker is not None
+        requests = dict(self.connector_worker._load_jobs)  # of jobs; those that have ended leave it
+        results = super().get_transfer_results(finished_req_ids)
+        failed = self._worker_half.take_failed_loads()
+        if not self._keeps_valid_prefix:
+            results.failed_recving |= {requests[job] for job in failed}
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker_half.take_unloaded_blocks()
+        blocks = self._worker_half.take_unloaded_blocks()
+        return blocks if self._keeps_valid_prefix else set()
 
     def build_connector_worker_meta(self) -> WorkerOutcomes | None:
         if self.connector_worker is None:
@@ -89,10 +109,16 @@ class KVStoreConnector(OffloadingConnector):
     # ---- the scheduler's process
 
     def on_new_request(self, request: Request) -> None:
+        lora, adapter = request.lora_request, b""
+        if lora is not None:
+            adapter = self._adapters.digest(
+                lora.lora_int_id, lora.lora_path, replaced_in_place=bool(getattr(lora, "load_inplace", False))
+            )
         self._scheduler_half.register(
             request.request_id,
             salt=request.cache_salt,
-            has_lora=request.lora_request is not None,
+            has_lora=lora is not None,
+            adapter=adapter,
             prompt_tokens=request.num_tokens,
             hashes=request.block_hashes,
         )
@@ -181,26 +207,18 @@ def _read_config(vllm_config: VllmConfig) -> ConnectorConfig:
 def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """ValueError for an engine that this version cannot serve, before anything is built."""
     parallel = vllm_config.parallel_config
-    for option in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if (size := getattr(parallel, option)) != 1:
-            raise ValueError(
-                f"KVStoreConnector serves tensor parallel engines for now, and this one has {option}={size}: start it "
-                "with 1, or without --kv-transfer-config"
-            )
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+    if (size := parallel.prefill_context_parallel_size) != 1:
         raise ValueError(
-            f"KVStoreConnector serves models with one KV cache group for now, and this one has {len(groups)} "
-            f"({kinds}): start the engine without --kv-transfer-config, or, where the model allows it, with "
-            "--disable-hybrid-kv-cache-manager"
+            f"KVStoreConnector does not know how prefill context parallel ranks share a KV cache, and this engine has "
+            f"prefill_context_parallel_size={size}: start it with 1, or without --kv-transfer-config"
         )
-    spec = groups[0].kv_cache_spec
-    if not isinstance(spec, AttentionSpec | UniformTypeKVCacheSpecs):
-        raise ValueError(
-            f"KVStoreConnector serves attention KV caches for now, and this model keeps {type(spec).__name__}: start "
-            "the engine without --kv-transfer-config"
-        )
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in iter_layer_specs(group.kv_cache_spec):
+            if not isinstance(spec, AttentionSpec | MambaSpec):
+                raise ValueError(
+                    f"KVStoreConnector knows attention and Mamba-like KV caches, and this model keeps "
+                    f"{type(spec).__name__}: start the engine without --kv-transfer-config"
+                )
 
 
 def _require_device(config: ConnectorConfig, device_type: str, *, is_cuda: bool) -> None:

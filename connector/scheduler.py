@@ -9,15 +9,22 @@ slot enters it when a job is prepared and leaves it when every rank has reported
 A job belongs to the attachment (daemon instance) it was prepared with; when that daemon dies its `Steps` drops what is
 sent to it, and the job simply ends. When this process dies the daemon gives its slots back once the whole group has
 ended.
+
+An engine has a *kind* of chunks for each KV cache group, in vLLM's order (docs/decisions/021). vLLM's keys, which end
+in the group's index, are the keys of every dictionary here; the store knows a chunk by the kind's namespace and the
+hash.
 """
 
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -33,16 +40,20 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     TierFilter,
     get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
 )
 
 from connector import compat, metrics
+from connector.adapters import derived_keys
 from connector.admission import FS as FS_TIER
 from connector.admission import PROBE_CHUNKS, Admission, Hit, LoadVerdict, Mode, StoreVerdict, leading
+from connector.layout import whole_chunks
 from connector.link import Link
 from connector.messages import ChunkSpec
 from connector.observations import Scheduled
 from kvstore._native import CPU, FS, MISS, PENDING, class_bytes
-from kvstore.limits import HEARTBEAT_STALE_MS, PROMOTES_PER_ROUND, grants_per_group_max
+from kvstore.limits import HEARTBEAT_STALE_MS, PROMOTES_PER_ROUND, grants_left
 from kvstore.session import Session
 from kvstore.steps import Outcome, Steps
 
@@ -64,14 +75,35 @@ class Attached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KindGeometry:
+    """How one KV cache group of an engine cuts requests into chunks."""
+
+    group_id: int  # vLLM's
+    tokens_per_chunk: int
+    hashes_per_chunk: int
+    window_chunks: int | None = None  # so many before a boundary are all that is read there; None: every one
+    boundary_chunks: int = 1  # vLLM keeps windows at a prompt's end, and every so many chunks before; 0: only there
+
+    @property
+    def is_chain(self) -> bool:
+        """A chunk is of no use without those before it. Others are read from the tail, and name no parents."""
+        return self.window_chunks is None
+
+    def stored_max(self, prompt_chunks: int) -> int:
+        """How many chunks of a prompt vLLM offers for storing."""
+        if self.window_chunks is None:
+            return prompt_chunks
+        boundaries = 1 + (prompt_chunks // self.boundary_chunks if self.boundary_chunks else 0)
+        return min(prompt_chunks, boundaries * self.window_chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
     """How an engine cuts requests into chunks."""
 
-    tokens_per_chunk: int
-    hashes_per_chunk: int
+    kinds: Sequence[KindGeometry]
     blocks_per_chunk: int
     ranks: int
-    names_parents: bool  # False for groups that are read from the tail (sliding window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +132,8 @@ class Found:
     """What one lookup found, and in which daemon's table."""
 
     attached: Attached | None
-    chunks: Mapping[bytes, tuple[int, int]]  # key -> (slot, generation), cpu tier
-    coming: Collection[bytes] = ()  # keys on their way up from the fs tier, and waited for
+    chunks: Mapping[OffloadKey, tuple[int, int]]  # (slot, generation), cpu tier
+    coming: Collection[OffloadKey] = ()  # on their way up from the fs tier, and waited for
 
 
 @dataclass(slots=True, eq=False)
@@ -124,43 +156,91 @@ _FULL = (Outcome.REJECTED_TIER_FULL, Outcome.REJECTED_QUOTA, Outcome.REJECTED_TI
 
 
 @dataclass(slots=True, eq=False)
+class Row:
+    """A request's chunks of one kind."""
+
+    kind: int
+    geometry: KindGeometry
+    hashes: Sequence[bytes] = field(repr=False)  # vLLM's own list; grows as tokens are generated
+    prompt_chunks: int
+    boundary: int  # in chunks: the longest prefix that can be loaded, for a prompt's last token is always computed
+    lookup_from: int = 0  # first chunk that vLLM asks about
+    refused_from: int | None = None  # of a chain: first chunk that could not be stored; nothing after it is
+    grants_expected: int = 0
+    known_present: bool = False  # some of the chunks are in the store
+    tail: tuple[int, int] | None = None  # place of the last chunk that is stored, or being stored
+    used: int = 0  # so many chunks, from the head, the daemon was told of: later touches are no further use
+
+    def chunk_hashes(self, first: int, end: int | None = None) -> list[bytes]:
+        """A chunk's hash is that of its last tokens."""
+        each = self.geometry.hashes_per_chunk
+        return list(self.hashes[(first + 1) * each - 1 : None if end is None else end * each : each])
+
+    def keys_of(self, hashes: Sequence[bytes]) -> list[OffloadKey]:
+        suffix = make_offload_key(b"", self.geometry.group_id)
+        return [OffloadKey(chunk_hash + suffix) for chunk_hash in hashes]
+
+    def admitted(self, end_tokens: int | None, count: int) -> int:
+        """How many of `count` chunks from `lookup_from` on end by then."""
+        if end_tokens is None:
+            return count
+        return max(0, end_tokens // self.geometry.tokens_per_chunk - self.lookup_from)
+
+    def needed(self, codes: bytes) -> bytes:
+        """Of what a lookup found from `lookup_from` on: what loading the whole prompt would need."""
+        if self.geometry.window_chunks is None:
+            return codes
+        end = max(0, self.boundary - self.lookup_from)
+        return codes[max(0, end - self.geometry.window_chunks) : end]
+
+
+class LookedUp(NamedTuple):
+    """What the shared table said of a row's chunks from `lookup_from` on."""
+
+    row: Row
+    keys: Sequence[OffloadKey]
+    codes: bytes
+    slots: Sequence[int]
+    generations: Sequence[int]
+
+
+@dataclass(slots=True, eq=False)
 class RequestRecord:
     """What vLLM's context of a request does not carry. Jobs keep it: they may outlive the request, and ids repeat."""
 
     req_id: str
     salt: str | None = field(repr=False)
     served: bool  # False: neither stored nor loaded
-    hashes: Sequence[bytes] = field(repr=False)  # vLLM's own list; grows as tokens are generated
+    hashes: Sequence[bytes] = field(repr=False)  # vLLM's own list
     prompt_tokens: int
-    prompt_chunks: int
+    rows: Sequence[Row]  # by kind
+    adapter: bytes = b""  # digest of its LoRA adapter
     finished: bool = False
     load: LoadVerdict | None = None  # of the hit as it was last
     store: StoreVerdict | None = None  # of all its chunks, from the first offer on
     tiers: TierFilter | None = None  # that the request may load from; None: not known yet
-    lookup_from: int = 0  # first chunk that vLLM asks about
     computed_tokens: int = 0  # that the engine has itself
-    admitted_tokens: int = 0  # end of what may be loaded
+    admitted_tokens: int | None = 0  # end of what may be loaded; None: as much as there is
     found: Found | None = None  # None: to be looked up when vLLM asks
     misses_told: bool = False
-    barred: set[bytes] = field(default_factory=set)  # keys whose load failed: not tried again
+    barred: set[OffloadKey] = field(default_factory=set)  # keys whose load failed: not tried again
     prefetch: Prefetch | None = None
     gave_up: int = 0  # times that it stopped waiting for the disk
-    prefetched: set[bytes] = field(default_factory=set)  # keys asked for: a hit of fs, not of cpu
-    refused_from: int | None = None  # first chunk of the chain that could not be stored; nothing after it is
+    prefetched: set[OffloadKey] = field(default_factory=set)  # keys asked for: a hit of fs, not of cpu
     store_waits_until_s: float | None = None  # None: has not waited for grants yet
-    grants_expected: int = 0
-    known_present: bool = False  # some of the chain is in the store
-    tail: tuple[int, int] | None = None  # place of the last chunk of the chain that is stored, or being stored
-    used: int = 0  # so many chunks of the chain the daemon was told of: later touches are no further use
     tenant_of: tuple[Attached, bytes] | None = field(default=None, repr=False)
 
-    def chunk_keys(self, geometry: Geometry, first: int, end: int | None = None) -> list[bytes]:
-        """A chunk's key is the hash of its last tokens."""
-        each = geometry.hashes_per_chunk
-        return list(self.hashes[(first + 1) * each - 1 : None if end is None else end * each : each])
+    @property
+    def lead(self) -> Row:
+        """The chunks that decisions are made by: a chain's, where there is one."""
+        return next((row for row in self.rows if row.geometry.is_chain), self.rows[0])
 
     def may_load_from(self, medium: Medium) -> bool:
         return self.tiers is None or self.tiers.allows(medium, Locality.LOCAL)
+
+    def stored_as(self, hashes: list[bytes]) -> list[bytes]:
+        """The keys under which the store knows chunks with these hashes of vLLM's."""
+        return derived_keys(hashes, self.adapter) if self.adapter else hashes
 
     def tenant(self, attached: Attached) -> bytes:
         if self.tenant_of is None or self.tenant_of[0] is not attached:
@@ -168,24 +248,50 @@ class RequestRecord:
         return self.tenant_of[1]
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One chunk offered for storing."""
+
+    position: int  # in the row
+    key: OffloadKey
+
+
+@dataclass(slots=True, eq=False)
+class Offers:
+    """What vLLM offered of one row, and what is to become of it."""
+
+    row: Row
+    first: int  # positions of the first and the last one offered
+    last: int
+    end: int | None  # the first position that is not admitted
+    present: list[Offer] = field(default_factory=list)
+    wanted: list[Offer] = field(default_factory=list)
+    not_admitted: list[Offer] = field(default_factory=list)
+    refused: list[Offer] = field(default_factory=list)  # among them what lies behind the end of the stored chain
+
+
 @dataclass(slots=True, eq=False)
 class Job:
-    """Slots in use: leased for a load, or granted for a store."""
+    """Slots in use: leased for a load, or granted for a store. Chunks lie kind after kind."""
 
     is_store: bool
     attached: Attached
     record: RequestRecord
     spec: ChunkSpec
     tenant: bytes
-    keys: list[bytes]
-    parents: list[bytes]  # store: the key before each in the prompt, or b""
-    first_chunk: int  # of the chain
+    keys: list[OffloadKey]
     ranks_pending: int
+    first_chunks: list[int] = field(default_factory=list)  # store: position in its row of each kind's first chunk
+    parents: list[bytes] = field(default_factory=list)  # store: what each names as the chunk before it, or b""
     load: LoadVerdict | None = None
     copy_s: float = 0.0  # the slowest rank's
     failed: set[int] = field(default_factory=set)
     settled: bool = True  # False: a lost device may still write to its slots
     stale: bool = False  # the cache was reset meanwhile: the weights may have changed since its bytes were computed
+
+    def chunks_of(self, kind: int) -> range:
+        first = sum(self.spec.counts[:kind])
+        return range(first, first + self.spec.counts[kind])
 
 
 class SchedulerHalf(OffloadingManager):
@@ -216,9 +322,10 @@ class SchedulerHalf(OffloadingManager):
         self._tickets = itertools.count(1)
         self._prepared: dict[int, Job] = {}  # by ticket: not yet in a message to the workers
         self._jobs: dict[int, Job] = {}  # by vLLM's job id: with the workers
-        self._loading: dict[bytes, int] = {}  # keys that copies to the GPU are under way for, and how many
-        self._storing: dict[tuple[bytes, bytes], Job] = {}  # (tenant, key) -> the store that writes it
-        self._expected = 0  # sum of the records' grants_expected
+        self._loading: dict[OffloadKey, int] = {}  # keys that copies to the GPU are under way for, and how many
+        self._storing: dict[tuple[bytes, OffloadKey], Job] = {}  # (tenant, key) -> the store that writes it
+        self._expected = [0] * len(geometry.kinds)  # by kind, sum of the rows' grants_expected
+        self._kind_of_group = {kind.group_id: number for number, kind in enumerate(geometry.kinds)}
         self._grants_asked_at = -GRANTS_RETRY_S
         self._reset = False  # the cache was reset once: namespaces of before are out of reach for good
         self._retired: set[bytes] = set()
@@ -229,25 +336,43 @@ class SchedulerHalf(OffloadingManager):
     # ---- requests
 
     def register(
-        self, req_id: str, *, salt: str | None, has_lora: bool, prompt_tokens: int, hashes: Sequence[bytes]
+        self,
+        req_id: str,
+        *,
+        salt: str | None,
+        has_lora: bool,
+        prompt_tokens: int,
+        hashes: Sequence[bytes],
+        adapter: bytes = b"",
     ) -> None:
-        """A request arrived; `hashes` is the list that vLLM extends. Called before vLLM's own `on_new_request`."""
+        """A request arrived; `hashes` is the list that vLLM extends. `adapter`: the digest of its LoRA adapter, b""
+        when it is not known. Called before vLLM's own `on_new_request`."""
         self._check_seed()
         salt = salt or None  # vLLM hashes an empty salt as none
         attached = self._link.current
         salt_required = self._rules.require_cache_salt or (attached is not None and attached.session.require_cache_salt)
-        if has_lora:
+        if has_lora and not adapter:
             self._say(
-                "kvstore: requests with a LoRA adapter are neither stored nor loaded: vLLM's keys name the adapter, "
-                "not its content"
+                "kvstore: requests with a LoRA adapter are neither stored nor loaded while the digest of its files is "
+                "not known: vLLM's keys name the adapter, not its content"
             )
         record = RequestRecord(
             req_id=req_id,
             salt=salt,
-            served=not has_lora and (salt is not None or not salt_required),
+            served=(bool(adapter) or not has_lora) and (salt is not None or not salt_required),
+            adapter=adapter,
             hashes=hashes,
             prompt_tokens=prompt_tokens,
-            prompt_chunks=prompt_tokens // self._geometry.tokens_per_chunk,
+            rows=[
+                Row(
+                    number,
+                    kind,
+                    hashes,
+                    prompt_chunks=prompt_tokens // kind.tokens_per_chunk,
+                    boundary=(prompt_tokens - 1) // kind.tokens_per_chunk,
+                )
+                for number, kind in enumerate(self._geometry.kinds)
+            ],
         )
         previous = self._records.get(req_id)
         if previous is not None:
@@ -255,7 +380,8 @@ class SchedulerHalf(OffloadingManager):
         self._records[req_id] = record
         self._admission.queue.arrived(req_id, prompt_tokens)
         if record.served and self._rules.stores and self._admission.stores_lately:
-            self._expect(record, record.prompt_chunks)
+            for row in record.rows:
+                self._expect(row, row.geometry.stored_max(row.prompt_chunks))
         attached = self._usable()
         if attached is not None:
             self._fetch_grants(attached)
@@ -283,7 +409,8 @@ class SchedulerHalf(OffloadingManager):
             self._forget(record)
 
     def _forget(self, record: RequestRecord) -> None:
-        self._expect(record, 0)
+        for row in record.rows:
+            self._expect(row, 0)
         self._promotion_over(record)
         self._admission.finished(record.req_id)
         if self._records.get(record.req_id) is record:
@@ -297,17 +424,20 @@ class SchedulerHalf(OffloadingManager):
         record = self._records.get(req_id)
         if record is not None:
             record.found = None
-            record.lookup_from = computed_tokens // self._geometry.tokens_per_chunk
             record.computed_tokens = computed_tokens
+            for row in record.rows:
+                row.lookup_from = computed_tokens // row.geometry.tokens_per_chunk
 
-    def loadable_tokens(self, req_id: str, computed_tokens: int) -> int:
-        """How many tokens beyond those that the engine has are admitted to be loaded, whole chunks. vLLM is about to
-        ask about their keys."""
+    def loadable_tokens(self, req_id: str, computed_tokens: int) -> int | None:
+        """How many tokens beyond those that the engine has are admitted to be loaded, whole chunks; None: all that are
+        there. vLLM is about to ask about their keys."""
         record = self._records.get(req_id)
         if record is None:
             return 0
         if record.found is None:
             record.found = self._look_up(record)
+        if record.admitted_tokens is None:
+            return None
         return max(0, record.admitted_tokens - computed_tokens)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -317,70 +447,76 @@ class SchedulerHalf(OffloadingManager):
         found = record.found
         if found is None:  # not before vLLM asks: a request that skips the cache asks nothing
             found = record.found = self._look_up(record)
-        chunk_key = get_offload_block_hash(key)
-        if chunk_key in found.chunks:
+        if key in found.chunks:
             return _HIT
-        return LookupResult.RETRY if chunk_key in found.coming else _MISSED
+        return LookupResult.RETRY if key in found.coming else _MISSED
 
     def _look_up(self, record: RequestRecord) -> Found:
         attached = self._usable()
         record.admitted_tokens = 0
         if attached is None or not record.served or not self._rules.loads:
             return NOTHING_FOUND
-        keys = record.chunk_keys(self._geometry, record.lookup_from)
-        codes, slots, generations = attached.session.table.lookup(
-            attached.steps.group.namespace_id, record.tenant(attached), keys
-        )
+        looked_up: list[LookedUp] = []
+        missing = 0
+        for row in record.rows:
+            hashes = row.chunk_hashes(row.lookup_from)
+            codes, slots, generations = self._find(attached, record, row, hashes)
+            if not record.misses_told:
+                missing += row.needed(codes).count(MISS)
+                if self._rules.stores and self._admission.stores_lately:
+                    self._expect(row, min(codes.count(MISS), row.geometry.stored_max(row.prompt_chunks)))
+            looked_up.append(LookedUp(row, row.keys_of(hashes), codes, slots.tolist(), generations.tolist()))
         if not record.misses_told:
             record.misses_told = True
-            missing = codes.count(MISS)
             attached.steps.miss(missing)
-            if self._rules.stores and self._admission.stores_lately:
-                self._expect(record, missing)
         given_up = record.gave_up
-        found = self._find(record, attached, keys, codes, slots.tolist(), generations.tolist())
+        found = self._choose(record, attached, looked_up)
         if record.gave_up != given_up:  # what has come from disk by now is a shorter hit, decided about anew
-            found = self._find(record, attached, keys, codes, slots.tolist(), generations.tolist())
+            found = self._choose(record, attached, looked_up)
         return found
 
-    def _find(
-        self,
-        record: RequestRecord,
-        attached: Attached,
-        keys: Sequence[bytes],
-        codes: bytes,
-        slots: Sequence[int],
-        generations: Sequence[int],
-    ) -> Found:
-        admitted = self._admit_load(record, attached, keys, codes)
-        if admitted is None:
-            admitted = len(keys)
-        record.admitted_tokens = (record.lookup_from + admitted) * self._geometry.tokens_per_chunk
-        keys, codes = keys[:admitted], codes[:admitted]
-        places = zip(slots[:admitted], generations[:admitted], strict=True)
+    def _choose(self, record: RequestRecord, attached: Attached, looked_up: Sequence[LookedUp]) -> Found:
+        """What may be loaded of what is there, and what is to come from disk first."""
+        record.admitted_tokens = self._admit_load(record, attached, looked_up)
         from_cpu = record.may_load_from(Medium.CPU)
-        if from_cpu and not record.barred and codes.count(CPU) == len(codes):
-            self._promotion_over(record)
-            return Found(attached, dict(zip(keys, places, strict=True)))  # as usual; it must be quick
-        chunks = {
-            key: place
-            for key, code, place in zip(keys, codes, places, strict=True)
-            if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
-        }
-        coming: Collection[bytes] = ()
-        if (FS in codes or PENDING in codes) and record.may_load_from(Medium.STORAGE):
-            coming = self._prefetch(record, attached, dict(zip(keys, codes, strict=True)), chunks)
+        chunks: dict[OffloadKey, tuple[int, int]] = {}
+        codes_of_rows: list[Mapping[OffloadKey, int]] = []
+        below = False
+        for row, every_key, every_code, slots, generations in looked_up:
+            admitted = row.admitted(record.admitted_tokens, len(every_key))
+            keys, codes = every_key[:admitted], every_code[:admitted]
+            places = zip(slots[:admitted], generations[:admitted], strict=True)
+            if from_cpu and not record.barred and codes.count(CPU) == len(codes):
+                chunks.update(zip(keys, places, strict=True))  # as usual; it must be quick
+            else:
+                chunks |= {
+                    key: place
+                    for key, code, place in zip(keys, codes, places, strict=True)
+                    if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
+                }
+            codes_of_rows.append(dict(zip(keys, codes, strict=True)))
+            below |= FS in codes or PENDING in codes
+        coming: Collection[OffloadKey] = ()
+        if below and record.may_load_from(Medium.STORAGE):
+            coming = self._prefetch(record, attached, codes_of_rows, chunks)
         else:
             self._promotion_over(record)
         return Found(attached, chunks, coming)
 
-    def _admit_load(self, record: RequestRecord, attached: Attached, keys: Sequence[bytes], codes: bytes) -> int | None:
-        """How many of the chunks that vLLM asks about may be loaded, from the first on. None: as many as there are,
-        for what hits where chunks are used without those before them was not modelled."""
-        if not self._geometry.names_parents:
+    def _find(
+        self, attached: Attached, record: RequestRecord, row: Row, hashes: list[bytes]
+    ) -> tuple[bytes, NDArray[np.uint32], NDArray[np.uint64]]:
+        """Code, slot and generation of each, from the shared table."""
+        namespace = attached.steps.group.kinds[row.kind].namespace_id
+        return attached.session.table.lookup(namespace, record.tenant(attached), record.stored_as(hashes))
+
+    def _admit_load(self, record: RequestRecord, attached: Attached, looked_up: Sequence[LookedUp]) -> int | None:
+        """Up to which token the request may load, in whole chunks. None: as far as there is anything, for what hits
+        where chunks are used without those before them was not modelled."""
+        lead = looked_up[record.lead.kind]
+        if not lead.row.geometry.is_chain:
             return None if self._admission.mode is not Mode.NEVER else 0
-        hit = self._hit(record, attached, keys, codes)
-        tokens_per_chunk = self._geometry.tokens_per_chunk
+        hit = self._hit(record, attached, lead)
         verdict = record.load
         same = verdict is not None and (verdict.hit.gpu_tokens, verdict.hit.end_tokens) == (
             hit.gpu_tokens,
@@ -389,12 +525,19 @@ class SchedulerHalf(OffloadingManager):
         if verdict is None or not same:
             verdict = record.load = self._admission.load(record.req_id, hit, self._rules.prefetch_wait_s)
             if verdict.probe:
-                below = [key for key, code in zip(keys, codes, strict=True) if code == FS]
-                attached.steps.promote(record.tenant(attached), below[:PROBE_CHUNKS], waited=False)
-        return max(0, verdict.end_tokens // tokens_per_chunk - record.lookup_from) if verdict.loads else 0
+                below = [
+                    get_offload_block_hash(key) for key, code in zip(lead.keys, lead.codes, strict=True) if code == FS
+                ]
+                probed = record.stored_as(below[:PROBE_CHUNKS])
+                attached.steps.promote(record.tenant(attached), probed, kind=lead.row.kind, waited=False)
+        if not verdict.loads:
+            return 0
+        # Windows are kept only where vLLM may cut: with some a hit is loaded whole or not at all.
+        return verdict.end_tokens if len(looked_up) == 1 else None
 
-    def _hit(self, record: RequestRecord, attached: Attached, keys: Sequence[bytes], codes: bytes) -> Hit:
+    def _hit(self, record: RequestRecord, attached: Attached, lead: LookedUp) -> Hit:
         """What of a request can be loaded at all, its tiers, its barred keys and what it gave up waiting for apart."""
+        row, keys, codes = lead.row, lead.keys, lead.codes
         from_cpu = record.may_load_from(Medium.CPU)
         from_disk = record.may_load_from(Medium.STORAGE)
         prefetch = record.prefetch
@@ -409,21 +552,26 @@ class SchedulerHalf(OffloadingManager):
         in_memory = leading(codes, MISS, FS, PENDING)
         anywhere = leading(codes, MISS) if from_disk else in_memory
         on_disk = codes.count(FS, in_memory, anywhere)
-        first, tokens_per_chunk = record.lookup_from, self._geometry.tokens_per_chunk
+        first, tokens_per_chunk = row.lookup_from, row.geometry.tokens_per_chunk
         loading = self._loading.keys()
-        tokens_per_hash = tokens_per_chunk // self._geometry.hashes_per_chunk
         return Hit(
-            prompt_tokens=max(record.prompt_tokens, len(record.hashes) * tokens_per_hash),
+            prompt_tokens=max(record.prompt_tokens, len(record.hashes) * self._tokens_per_hash),
             gpu_tokens=record.computed_tokens,
             cpu_end_tokens=(first + in_memory) * tokens_per_chunk if in_memory else record.computed_tokens,
             end_tokens=(first + anywhere) * tokens_per_chunk if anywhere else record.computed_tokens,
             cpu_chunks=in_memory - (len(loading & set(keys[:in_memory])) if loading else 0),
             chunks=anywhere - (len(loading & set(keys[:anywhere])) if loading else 0),
             disk_chunks=on_disk,
-            chunk_bytes=attached.steps.group.chunk_bytes,
+            chunk_bytes=self._chunk_bytes(attached),
             disk_healthy=healthy,
-            missing=keys[anywhere] if anywhere < len(keys) else b"",
+            missing=get_offload_block_hash(keys[anywhere]) if anywhere < len(keys) else b"",
         )
+
+    def _chunk_bytes(self, attached: Attached) -> int:
+        """Of one chunk of each chain: what moving so many tokens takes. What is read of windows is little beside it."""
+        kinds = zip(attached.steps.group.kinds, self._geometry.kinds, strict=True)
+        sizes = [(state.chunk_bytes, geometry.is_chain) for state, geometry in kinds]
+        return sum(nbytes for nbytes, is_chain in sizes if is_chain) or sizes[0][0]
 
     def _promotion_over(self, record: RequestRecord) -> None:
         prefetch = record.prefetch
@@ -431,34 +579,40 @@ class SchedulerHalf(OffloadingManager):
             prefetch.under_way = False
             self._admission.promoted()
 
-    def _give_up_promotion(self, record: RequestRecord, prefetch: Prefetch, coming: Sequence[bytes]) -> None:
+    def _give_up_promotion(self, record: RequestRecord, prefetch: Prefetch, coming: Sequence[OffloadKey]) -> None:
         """What has not come from disk by now is a miss for this request. `coming`: what still does, for nobody."""
-        if coming:
-            tenant = record.tenant(prefetch.attached)
-            prefetch.attached.steps.promote(tenant, coming[:PROMOTES_PER_ROUND], waited=False)
+        self._promote(record, prefetch.attached, coming, waited=False)
         prefetch.over = True
         record.gave_up += 1
         self._promotion_over(record)
         if record.load is not None and record.load.tier == FS_TIER:
             self._admission.read_waited(
                 chunks=prefetch.chunks,
-                chunk_bytes=prefetch.attached.steps.group.chunk_bytes,
+                chunk_bytes=self._chunk_bytes(prefetch.attached),
                 seconds=self._clock() - prefetch.asked_s,
             )
             self._admission.gave_up(record.load, "not read from disk in time")
             record.load = None  # what has come is looked at anew
 
+    def _promote(
+        self, record: RequestRecord, attached: Attached, keys: Sequence[OffloadKey], *, waited: bool
+    ) -> int | None:
+        """Ask for as many as a round takes. Returns the number to wait for; None: nothing was asked for."""
+        ticket = None
+        for kind, own in itertools.groupby(keys[:PROMOTES_PER_ROUND], self._kind):
+            hashes = record.stored_as([get_offload_block_hash(key) for key in own])
+            ticket = attached.steps.promote(record.tenant(attached), hashes, kind=kind, waited=waited)
+        return ticket
+
     def _prefetch(
-        self, record: RequestRecord, attached: Attached, codes: Mapping[bytes, int], chunks: Collection[bytes]
-    ) -> Collection[bytes]:
-        """Ask for what is only on disk, and say what is worth waiting for. What lies behind a hole is not, where a
-        chunk is no use without those before it."""
-        below: list[bytes] = []
-        for key, code in codes.items():
-            if code in (FS, PENDING) and key not in record.barred:
-                below.append(key)
-            elif key not in chunks and self._geometry.names_parents:
-                break
+        self,
+        record: RequestRecord,
+        attached: Attached,
+        codes: Sequence[Mapping[OffloadKey, int]],
+        chunks: Collection[OffloadKey],
+    ) -> Collection[OffloadKey]:
+        """Ask for what is only on disk, and say what is worth waiting for."""
+        below = self._worth_promoting(record, codes, chunks)
         prefetch, now = record.prefetch, self._clock()
         if not below or attached.session.table.heartbeat_age_ms() > HEARTBEAT_HUNG_MS:
             if not below:
@@ -468,25 +622,72 @@ class SchedulerHalf(OffloadingManager):
             self._promotion_over(record)
             wait_s = self._rules.prefetch_wait_s if record.load is None else record.load.wait_s
             prefetch = record.prefetch = Prefetch(attached, now + wait_s, now, len(below))
-            self._admission.promoting(len(below), attached.steps.group.chunk_bytes)
+            self._admission.promoting(len(below), self._chunk_bytes(attached))
         if prefetch.over:
             return ()
-        round_over = attached.steps.promotes_answered >= prefetch.ticket and all(codes[key] == FS for key in below)
+        ended = all(codes[self._kind(key)][key] == FS for key in below)
+        round_over = attached.steps.promotes_answered >= prefetch.ticket and ended
         if prefetch.ticket == 0 or (round_over and len(below) < prefetch.below):
             # Another round may find room for what the last one did not bring.
-            prefetch.ticket = attached.steps.promote(record.tenant(attached), below[:PROMOTES_PER_ROUND])
+            prefetch.ticket = self._promote(record, attached, below, waited=True) or prefetch.ticket
             prefetch.below = len(below)
             record.prefetched.update(below)
             attached.steps.flush()
         elif round_over:
             self._give_up_promotion(record, prefetch, [])
         if now >= prefetch.until_s and not prefetch.over:
-            self._give_up_promotion(record, prefetch, [key for key in below if codes[key] == PENDING])
+            self._give_up_promotion(record, prefetch, [key for key in below if codes[self._kind(key)][key] == PENDING])
         return () if prefetch.over else frozenset(below)
+
+    def _worth_promoting(
+        self, record: RequestRecord, codes: Sequence[Mapping[OffloadKey, int]], chunks: Collection[OffloadKey]
+    ) -> list[OffloadKey]:
+        """What is only on disk: of chains, as far as they have no hole; of windows, the last whole one before the end
+        of the shortest chain."""
+
+        def comes(key: OffloadKey, code: int) -> bool:
+            return code in (FS, PENDING) and key not in record.barred
+
+        below: list[OffloadKey] = []
+        reach_tokens = len(record.hashes) * self._tokens_per_hash
+        for row, row_codes in zip(record.rows, codes, strict=True):
+            if not row.geometry.is_chain:
+                continue
+            usable = row.lookup_from
+            for key, code in row_codes.items():
+                if comes(key, code):
+                    below.append(key)
+                elif key not in chunks:
+                    break
+                usable += 1
+            reach_tokens = min(reach_tokens, usable * row.geometry.tokens_per_chunk)
+        for row, row_codes in zip(record.rows, codes, strict=True):
+            window = row.geometry.window_chunks
+            if window is None:
+                continue
+            end = max(0, -(-reach_tokens // row.geometry.tokens_per_chunk) - row.lookup_from)
+            read: list[tuple[OffloadKey, int]] = []
+            for key, code in reversed(list(row_codes.items())[:end]):
+                if comes(key, code) or key in chunks:
+                    read.append((key, code))
+                elif len(read) < window:
+                    read.clear()
+                if len(read) > window:  # one more: vLLM wants it where the end lies within a chunk
+                    break
+            below += [key for key, code in reversed(read) if comes(key, code)]
+        return below
+
+    @property
+    def _tokens_per_hash(self) -> int:
+        kind = self._geometry.kinds[0]
+        return kind.tokens_per_chunk // kind.hashes_per_chunk
+
+    def _kind(self, key: OffloadKey) -> int:
+        return self._kind_of_group[get_offload_group_idx(key)]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> object:
         record = req_context.get_state(RequestRecord)
-        from_disk = record is not None and get_offload_block_hash(key) in record.prefetched
+        from_disk = record is not None and key in record.prefetched
         return compat.DISK if from_disk else compat.HOST_MEMORY
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkSpec:
@@ -495,209 +696,251 @@ class SchedulerHalf(OffloadingManager):
         found = record.found
         assert found is not None, f"a load for request {req_context.req_id} without a lookup"
         assert found.attached is not None, f"a load for request {req_context.req_id} without a hit"
-        chunk_keys = [get_offload_block_hash(key) for key in keys]
         # vLLM loads what it asked about and was told to be there, but for a window it may round outwards.
-        places = [found.chunks.get(key, NOWHERE) for key in chunk_keys]
+        places = [found.chunks.get(key, NOWHERE) for key in keys]
         for place in places:
             if place != NOWHERE:
                 found.attached.steps.lease(*place)
-        record.known_present = True
-        if not self._rules.stores:  # else every chunk is offered to `prepare_store`, which touches it
-            self._touch_loaded(record, found.attached, chunk_keys)
-        job = self._prepare(found.attached, record, chunk_keys, places, is_store=False)
-        for key in chunk_keys:
+        for kind, own in itertools.groupby(keys, self._kind):
+            row = record.rows[kind]
+            row.known_present = True
+            if not self._rules.stores:  # else every chunk is offered to `prepare_store`, which touches it
+                self._touch_loaded(found.attached, record, row, [get_offload_block_hash(key) for key in own])
+        job = self._prepare(found.attached, record, list(keys), places, is_store=False)
+        for key in job.keys:
             self._loading[key] = self._loading.get(key, 0) + 1
         self._promotion_over(record)
         if record.load is not None:
             job.load, record.load = record.load, None  # whatever is asked after this is asked anew
-            self._admission.load_began(job.load, len(chunk_keys))
+            self._admission.load_began(job.load, len(job.keys))
         return job.spec
 
     # ---- stores
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Of the chunks offered: those to store now. Anything but None means that vLLM does not offer the others again
-        for this request, so the chain ends at the first one refused."""
+        for this request, so a chain ends at the first one refused."""
         record = req_context.get_state(RequestRecord)
         attached = self._usable()
         if record is None or not record.served or not self._rules.stores or not keys:
             return _store_nothing()
-        place_of = self._places(record, keys, req_context)
-        keys = [key for key in keys if key in place_of]
-        if not keys:
-            return _store_nothing()
-        positions = [place_of[key] for key in keys]
-        assert positions == sorted(positions), f"chunks offered out of order: {positions}"
+        offered = self._offered(record, keys, req_context)
         if attached is None:
-            self._refuse(record, positions[0], len(positions))
+            for row, offers in offered:
+                self._refuse(row, offers[0].position, len(offers))
             return _store_nothing()
+        sorted_out = [self._sort_out(attached, record, row, offers) for row, offers in offered]
+        # A prefix taken now is all that this request ever stores, so its slots are waited for, though not for ever.
+        if any(self._lacks_grants(attached, offers) for offers in sorted_out):
+            hopeful = [offers for offers in sorted_out if self._may_bring_grants(attached, offers.row.kind)]
+            if any(self._lacks_grants(attached, offers) for offers in hopeful) and self._may_defer(record, attached):
+                for offers in sorted_out:
+                    self._expect(offers.row, max(offers.row.grants_expected, len(offers.wanted)))
+                return None
+        for row, offers in offered:
+            if row is record.lead:
+                generated = [offer.key for offer in offers if offer.position >= row.prompt_chunks]
+                self._admission.offered([get_offload_block_hash(key) for key in generated])
+        stored = [(offers, self._accept(attached, record, offers)) for offers in sorted_out]
+        keys_to_store = [offer.key for offers, _ in stored for offer in offers.wanted]
+        if not keys_to_store:
+            return _store_nothing()
+        places = [place for _, grants in stored for place in grants]
+        job = self._prepare(attached, record, keys_to_store, places, is_store=True)
+        job.first_chunks = [0] * len(record.rows)
+        for offers, _ in stored:
+            if offers.wanted:
+                job.first_chunks[offers.row.kind] = offers.wanted[0].position
+            job.parents += [self._parent(record, offers.row, offer.position) for offer in offers.wanted]
+        for key in job.keys:
+            self._storing[job.tenant, key] = job
+        return PrepareStoreOutput(keys_to_store, job.spec, evicted_keys=[])
+
+    def _offered(
+        self, record: RequestRecord, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> list[tuple[Row, list[Offer]]]:
+        """By row: which chunk of it each key is. vLLM lists them kind after kind, each in order."""
+        ends = compat.end_tokens(keys, req_context, record.hashes, self._tokens_per_hash)
+        offered: list[tuple[Row, list[Offer]]] = []
+        for kind, own in itertools.groupby((key for key in keys if key in ends), self._kind):
+            row = record.rows[kind]
+            offers = [Offer(ends[key] // row.geometry.tokens_per_chunk - 1, key) for key in own]
+            positions = [offer.position for offer in offers]
+            assert positions == sorted(positions), f"chunks of kind {kind} offered out of order: {positions}"
+            offered.append((row, offers))
+        kinds = [row.kind for row, _ in offered]
+        assert kinds == sorted(set(kinds)), f"kinds offered out of order: {kinds}"
+        return offered
+
+    def _sort_out(self, attached: Attached, record: RequestRecord, row: Row, offers: list[Offer]) -> Offers:
+        """What is in the store already, and what is to be."""
         tenant = record.tenant(attached)
-        namespace = attached.steps.group.namespace_id
-        chunk_keys = [get_offload_block_hash(key) for key in keys]
-        codes, slots, generations = attached.session.table.lookup(namespace, tenant, chunk_keys)
-        end = self._admitted_end(record, attached, tenant)
-        present, wanted, beyond, not_admitted = [], [], [], []  # with their positions
-        for i, offered in enumerate(zip(positions, keys, chunk_keys, codes, strict=True)):
-            position, _, chunk_key, code = offered
-            if record.chunk_keys(self._geometry, position, position + 1) != [chunk_key]:
+        sorted_out = Offers(row, offers[0].position, offers[-1].position, self._admitted_end(record, attached, row))
+        hashes = [get_offload_block_hash(offer.key) for offer in offers]
+        codes, slots, generations = self._find(attached, record, row, hashes)
+        for i, (offer, code) in enumerate(zip(offers, codes, strict=True)):
+            if row.chunk_hashes(offer.position, offer.position + 1) != [hashes[i]]:
                 continue  # the request's tokens were changed since vLLM noted this key: its bytes are another's
             if code in (CPU, PENDING):
-                present.append((position, chunk_key))
-                record.tail = (int(slots[i]), int(generations[i]))
-            elif end is not None and position >= end:
-                not_admitted.append((position, chunk_key))
-            elif record.refused_from is not None and position >= record.refused_from:
-                beyond.append((position, chunk_key))
-            elif (tenant, chunk_key) not in self._storing:
-                wanted.append(offered)
-        if wanted and self._may_defer(record, attached, len(wanted)):
-            self._expect(record, max(record.grants_expected, len(wanted)))
-            return None
-        grants = self._take_grants(attached, len(wanted))
-        refused = [(position, chunk_key) for position, _, chunk_key, _ in wanted[len(grants) :]]
-        record.known_present |= bool(present)
-        self._touch(record, attached, tenant, sorted(present + refused + beyond + not_admitted), positions)
-        self._admission.offered(chunk_keys[len([place for place in positions if place < record.prompt_chunks]) :])
-        self._count(metrics.UNADMITTED_STORES, len(not_admitted))
-        self._count(metrics.REFUSED_STORES, len(beyond))
-        if len(grants) < len(wanted):
-            self._refuse(record, wanted[len(grants)][0], len(wanted) - len(grants))
-            wanted = wanted[: len(grants)]
-        else:
-            self._expect_more(record, positions[-1], end)
-        if not wanted:
-            return _store_nothing()
-        job = self._prepare(attached, record, [chunk_key for _, _, chunk_key, _ in wanted], grants, is_store=True)
-        record.tail = grants[-1]
-        job.first_chunk = wanted[0][0]
-        job.parents = [self._parent(record, position) for position, _, _, _ in wanted]
-        for chunk_key in job.keys:
-            self._storing[tenant, chunk_key] = job
-        return PrepareStoreOutput([key for _, key, _, _ in wanted], job.spec, evicted_keys=[])
+                sorted_out.present.append(offer)
+                row.tail = (int(slots[i]), int(generations[i]))
+            elif sorted_out.end is not None and offer.position >= sorted_out.end:
+                sorted_out.not_admitted.append(offer)
+            elif row.refused_from is not None and offer.position >= row.refused_from:
+                sorted_out.refused.append(offer)
+            elif (tenant, offer.key) not in self._storing:
+                sorted_out.wanted.append(offer)
+        return sorted_out
 
-    def _expect_more(self, record: RequestRecord, last: int, end: int | None) -> None:
-        """After the offer of the chunk `last`, with `end` the first one that is not to be stored."""
-        prompt_end = record.prompt_chunks if end is None else min(end, record.prompt_chunks)
-        prompt = min(record.grants_expected, max(0, prompt_end - last - 1))
-        answer = 1 if self._rules.stores_answers and not record.finished and end is None else 0
-        self._expect(record, prompt + answer)
+    def _accept(self, attached: Attached, record: RequestRecord, offers: Offers) -> list[tuple[int, int]]:
+        """Slots for what is wanted. Where there are fewer, a chain keeps its head and a window its tail."""
+        row, wanted = offers.row, offers.wanted
+        grants = self._take_grants(attached, len(wanted), row.kind)
+        lacking = len(wanted) - len(grants)
+        self._count(metrics.REFUSED_STORES, len(offers.refused))
+        self._count(metrics.UNADMITTED_STORES, len(offers.not_admitted))
+        if lacking:
+            if row.geometry.is_chain:
+                offers.wanted, refused = wanted[: len(grants)], wanted[len(grants) :]
+            else:
+                offers.wanted, refused = wanted[lacking:], wanted[:lacking]
+            offers.refused += refused
+            self._refuse(row, refused[0].position, lacking)
+        self._touch(attached, record, offers)
+        if not lacking:
+            prompt_end = row.prompt_chunks if offers.end is None else min(offers.end, row.prompt_chunks)
+            prompt = min(row.grants_expected, max(0, prompt_end - offers.last - 1))
+            answer = 1 if self._rules.stores_answers and not record.finished and offers.end is None else 0
+            self._expect(row, prompt + answer)
+        if grants:
+            row.tail = grants[-1]
+        return grants
 
-    def _admitted_end(self, record: RequestRecord, attached: Attached, tenant: bytes) -> int | None:
-        """The first chunk of the request that is not to be stored. None: all are, what it generates included."""
+    def _admitted_end(self, record: RequestRecord, attached: Attached, row: Row) -> int | None:
+        """The first chunk of the row that is not to be stored. None: all are, what the request generates included."""
         if record.store is None:
-            record.store = self._admit_store(record, attached, tenant)
-        return record.store.end_chunk
+            record.store = self._admit_store(record, attached)
+        end = record.store.end_chunk
+        return end if end is None else end * record.lead.geometry.tokens_per_chunk // row.geometry.tokens_per_chunk
 
-    def _admit_store(self, record: RequestRecord, attached: Attached, tenant: bytes) -> StoreVerdict:
-        chain = record.chunk_keys(self._geometry, 0, record.prompt_chunks)
-        codes, _, _ = attached.session.table.lookup(attached.steps.group.namespace_id, tenant, chain)
-        present = np.isin(np.frombuffer(codes, np.uint8), [CPU, PENDING])
+    def _admit_store(self, record: RequestRecord, attached: Attached) -> StoreVerdict:
+        row = record.lead
+        chain = row.chunk_hashes(0, row.prompt_chunks)
+        codes, _, _ = self._find(attached, record, row, chain)
         return self._admission.store(
             record.req_id,
             chain,
-            present,
-            chunk_bytes=attached.steps.group.chunk_bytes,
+            np.isin(np.frombuffer(codes, np.uint8), [CPU, PENDING]),
+            chunk_bytes=self._chunk_bytes(attached),
             tier_full=attached.steps.cpu_full,
         )
 
-    def _places(
-        self, record: RequestRecord, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> dict[OffloadKey, int]:
-        """Which chunk of the request each key is."""
-        geometry = self._geometry
-        tokens_per_hash = geometry.tokens_per_chunk // geometry.hashes_per_chunk
-        ends = compat.end_tokens(keys, req_context, record.hashes, tokens_per_hash)
-        return {key: end // geometry.tokens_per_chunk - 1 for key, end in ends.items()}
-
-    def _parent(self, record: RequestRecord, position: int) -> bytes:
-        if position == 0 or not self._geometry.names_parents:
+    def _parent(self, record: RequestRecord, row: Row, position: int) -> bytes:
+        if position == 0 or not row.geometry.is_chain:
             return b""
-        return record.chunk_keys(self._geometry, position - 1, position)[0]
+        [parent] = record.stored_as(row.chunk_hashes(position - 1, position))
+        return parent
 
-    def _touch(
-        self,
-        record: RequestRecord,
-        attached: Attached,
-        tenant: bytes,
-        used: list[tuple[int, bytes]],
-        offered: Sequence[int],
-    ) -> None:
-        """Each offer keeps what it found young; the one that completes the prompt the whole chain, so that no parent is
-        older than its child. `used` (position, key): what is present or refused; a commit speaks for the rest."""
-        if record.known_present and offered[-1] + 1 == record.prompt_chunks:
-            head = max(record.used, offered[0])
-            keys = record.chunk_keys(self._geometry, 0, head) + [key for position, key in used if position >= head]
-            again = record.used
+    def _touch(self, attached: Attached, record: RequestRecord, offers: Offers) -> None:
+        """Each offer keeps what it found young; the one that completes the prompt a whole chain, so that no parent is
+        older than its child. What is present or refused is used now; a commit speaks for the rest."""
+        row = offers.row
+        row.known_present |= bool(offers.present)
+        used = sorted((offer.position, offer.key) for offer in (*offers.present, *offers.refused, *offers.not_admitted))
+        if row.geometry.is_chain and row.known_present and offers.last + 1 == row.prompt_chunks:
+            head = max(row.used, offers.first)
+            touched = row.chunk_hashes(0, head)
+            touched += [get_offload_block_hash(key) for position, key in used if position >= head]
+            again = row.used
         else:
-            keys = [key for _, key in used]
-            again = sum(position < record.used for position, _ in used)
-        if keys:
-            attached.steps.touch(tenant, keys, again=again)
-        record.used = max(record.used, offered[-1] + 1)
+            touched = [get_offload_block_hash(key) for _, key in used]
+            again = sum(position < row.used for position, _ in used)
+        if touched:
+            attached.steps.touch(record.tenant(attached), record.stored_as(touched), again=again, kind=row.kind)
+        row.used = max(row.used, offers.last + 1)
 
-    def _touch_loaded(self, record: RequestRecord, attached: Attached, loaded: list[bytes]) -> None:
-        keys = loaded
-        if self._geometry.names_parents:
-            chain = record.chunk_keys(self._geometry, 0)
-            keys = chain[: chain.index(loaded[-1], record.lookup_from) + 1]
-        again = min(record.used, len(keys))
-        attached.steps.touch(record.tenant(attached), keys, again=again)
-        record.used = max(record.used, len(keys))
+    def _touch_loaded(self, attached: Attached, record: RequestRecord, row: Row, loaded: list[bytes]) -> None:
+        touched, again = loaded, 0
+        if row.geometry.is_chain:
+            chain = row.chunk_hashes(0)
+            touched = chain[: chain.index(loaded[-1], row.lookup_from) + 1]
+            again = min(row.used, len(touched))
+            row.used = max(row.used, len(touched))
+        attached.steps.touch(record.tenant(attached), record.stored_as(touched), again=again, kind=row.kind)
 
-    def _refuse(self, record: RequestRecord, position: int, count: int) -> None:
-        if record.refused_from is None or position < record.refused_from:
-            record.refused_from = position
+    def _refuse(self, row: Row, position: int, count: int) -> None:
+        if row.geometry.is_chain and (row.refused_from is None or position < row.refused_from):
+            row.refused_from = position
         self._count(metrics.REFUSED_STORES, count)
-        self._expect(record, 0)
+        self._expect(row, 0)
 
     # ---- grants
 
-    def _take_grants(self, attached: Attached, count: int) -> list[tuple[int, int]]:
+    def _take_grants(self, attached: Attached, count: int, kind: int) -> list[tuple[int, int]]:
         if count == 0 or attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return []  # a daemon that does not run could not be told that the store ended
-        return attached.steps.take_grants(count)
+        return attached.steps.take_grants(count, kind=kind)
 
-    def _may_defer(self, record: RequestRecord, attached: Attached, count: int) -> bool:
-        """Whether a store of so many chunks waits for slots. What is taken now is all that the request ever stores of
-        this offer, so they are waited for, though not for ever. A finished request gets no further offer, and a daemon
-        that has no more to give will not have more next step. Time counts, not steps: a step may take milliseconds, and
-        a busy machine holds a daemon up for longer."""
-        heartbeat_age_ms = attached.session.table.heartbeat_age_ms()
-        enough = min(count, self._grants_max(attached))
-        if attached.steps.grants_free >= enough and heartbeat_age_ms <= HEARTBEAT_STALE_MS:
-            return False
-        hopeless = attached.steps.grants_coming == 0 and attached.steps.grants_short in _FULL
-        if record.finished or hopeless or heartbeat_age_ms > HEARTBEAT_HUNG_MS:
+    def _lacks_grants(self, attached: Attached, offers: Offers) -> bool:
+        kind = offers.row.kind
+        enough = min(len(offers.wanted), self._grants_max(attached, kind))
+        slow = attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS
+        return bool(offers.wanted) and (attached.steps.grants_free(kind) < enough or slow)
+
+    def _may_bring_grants(self, attached: Attached, kind: int) -> bool:
+        """A daemon that has no more to give will not have more next step."""
+        return attached.steps.grants_coming(kind) > 0 or attached.steps.grants_short(kind) not in _FULL
+
+    def _may_defer(self, record: RequestRecord, attached: Attached) -> bool:
+        """A finished request gets no further offer. Time counts, not steps: a step may take milliseconds, and a busy
+        machine holds a daemon up for longer."""
+        hung = attached.session.table.heartbeat_age_ms() > HEARTBEAT_HUNG_MS
+        if record.finished or hung:
             return False
         now = self._clock()
         if record.store_waits_until_s is None:
             record.store_waits_until_s = now + STORE_WAIT_S
         return now < record.store_waits_until_s
 
-    def _expect(self, record: RequestRecord, grants: int) -> None:
-        self._expected += grants - record.grants_expected
-        record.grants_expected = grants
+    def _expect(self, row: Row, grants: int) -> None:
+        self._expected[row.kind] += grants - row.grants_expected
+        row.grants_expected = grants
 
-    def _grants_max(self, attached: Attached) -> int:
-        """How many slots the daemon lets this engine hold at once, those being written included."""
-        return grants_per_group_max(attached.session.table.arena_bytes, class_bytes(attached.steps.group.chunk_bytes))
+    def _grants_max(self, attached: Attached, kind: int) -> int:
+        """How many slots of a kind the daemon lets this engine hold at once, those being written included."""
+        sizes = [class_bytes(each.chunk_bytes) for each in attached.steps.group.kinds]
+        others = sum(
+            (attached.steps.grants_free(other) + attached.steps.grants_coming(other) + self._writing(attached, other))
+            * size
+            for other, size in enumerate(sizes)
+            if other != kind
+        )
+        return grants_left(attached.session.table.arena_bytes, sizes[kind], held=0, held_bytes=others)
+
+    def _writing(self, attached: Attached, kind: int) -> int:
+        jobs = (job for job in self._jobs.values() if job.is_store and job.attached is attached)
+        return sum(job.spec.counts[kind] for job in jobs)
 
     def _fetch_grants(self, attached: Attached) -> None:
         """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
         steps, table = attached.steps, attached.session.table
-        writing = sum(len(job.keys) for job in self._jobs.values() if job.is_store and job.attached is attached)
-        target = min(self._expected, self._grants_max(attached) - writing)
+        keep, missing = False, []
+        for kind, expected in enumerate(self._expected):
+            target = min(expected, self._grants_max(attached, kind) - self._writing(attached, kind))
+            missing.append(target - steps.grants_free(kind) - steps.grants_coming(kind))
+            keep |= target > 0 and missing[kind] >= 0
         # A step of the engine may take longer than a slot may lie idle; what is too much may still go back.
-        missing = target - steps.grants_free - steps.grants_coming
-        steps.keep_grants(keep=target > 0 and missing >= 0)
-        if missing <= 0 or table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+        steps.keep_grants(keep=keep)
+        if max(missing) <= 0 or table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return
         now = self._clock()
-        if steps.grants_short in _FULL and now - self._grants_asked_at < GRANTS_RETRY_S:
-            return
-        self._grants_asked_at = now
-        growing = {record.tail for record in self._records.values() if record.grants_expected and record.tail}
-        steps.want_grants(missing, tails=growing)
+        soon = now - self._grants_asked_at < GRANTS_RETRY_S
+        rows = [row for record in self._records.values() for row in record.rows]
+        growing = {row.tail for row in rows if row.grants_expected and row.tail}
+        for kind, count in enumerate(missing):
+            if count > 0 and not (soon and steps.grants_short(kind) in _FULL):
+                self._grants_asked_at = now
+                steps.want_grants(count, kind=kind, tails=growing)
 
     # ---- jobs
 
@@ -705,7 +948,7 @@ class SchedulerHalf(OffloadingManager):
         self,
         attached: Attached,
         record: RequestRecord,
-        keys: list[bytes],
+        keys: list[OffloadKey],
         places: list[tuple[int, int]],
         *,
         is_store: bool,
@@ -716,6 +959,7 @@ class SchedulerHalf(OffloadingManager):
             attached.session.instance_id,
             np.array([slot for slot, _ in places], np.uint32),
             np.array([generation for _, generation in places], np.uint64),
+            self._counts_by_kind(keys),
         )
         job = Job(
             is_store=is_store,
@@ -724,12 +968,14 @@ class SchedulerHalf(OffloadingManager):
             spec=spec,
             tenant=record.tenant(attached),
             keys=keys,
-            parents=[],
-            first_chunk=0,
             ranks_pending=self._geometry.ranks,
         )
         self._prepared[ticket] = job
         return job
+
+    def _counts_by_kind(self, keys: Sequence[OffloadKey]) -> tuple[int, ...]:
+        counts = Counter(map(self._kind, keys))
+        return tuple(counts[kind] for kind in range(len(self._geometry.kinds)))
 
     def track(self, metadata: OffloadingConnectorMetadata) -> None:
         """The message to the workers is made: what was prepared now has vLLM's job ids."""
@@ -740,19 +986,21 @@ class SchedulerHalf(OffloadingManager):
             assert isinstance(transfer.dst_spec, ChunkSpec), f"store {job_id} of another store: {transfer.dst_spec!r}"
             assert isinstance(transfer.src_spec, GPULoadStoreSpec)
             job = self._jobs[job_id] = self._prepared.pop(transfer.dst_spec.ticket)
-            if not self._writes_every_block(job, transfer.src_spec):
-                job.failed.update(range(len(job.keys)))
+            self._fail_unwritten(job, transfer.src_spec)
         for job in self._prepared.values():  # vLLM made no job of it after all
             job.failed.update(range(len(job.keys)))
             self._settle(job)
         self._prepared.clear()
 
-    def _writes_every_block(self, job: Job, source: GPULoadStoreSpec) -> bool:
-        """vLLM leaves holes in sliding-window chunks. The bytes of a hole would be the slot's previous owner's."""
-        return (
-            list(source.group_sizes) == [len(job.keys) * self._geometry.blocks_per_chunk]
-            and source.block_indices[0] == job.first_chunk * self._geometry.blocks_per_chunk
-        )
+    def _fail_unwritten(self, job: Job, source: GPULoadStoreSpec) -> None:
+        """vLLM leaves holes in window and state chunks. The bytes of a hole would be the slot's previous owner's."""
+        per_chunk = self._geometry.blocks_per_chunk
+        for kind, (blocks, first) in enumerate(zip(source.group_sizes, source.block_indices, strict=True)):
+            chunks = job.chunks_of(kind)
+            whole = whole_chunks(len(chunks), blocks, first, per_chunk)
+            if len(chunks) and first // per_chunk != job.first_chunks[kind]:
+                whole = range(0)
+            job.failed.update(chunk for i, chunk in enumerate(chunks) if i not in whole)
 
     def finish(
         self,
@@ -782,17 +1030,16 @@ class SchedulerHalf(OffloadingManager):
         self._observe(job)
         places = zip(job.spec.slots.tolist(), job.spec.generations.tolist(), strict=True)
         if job.is_store:
-            whole = min(job.failed, default=len(job.keys))  # what follows a hole in the chain is no use
-            if job.stale or steps.broken:
-                whole = 0
+            kept = self._kept(job)
+            stored_as = job.record.stored_as([get_offload_block_hash(key) for key in job.keys])
             for i, (slot, generation) in enumerate(places):
-                if i < whole:
-                    steps.commit(slot, generation, job.tenant, job.keys[i], job.parents[i])
+                if i in kept:
+                    steps.commit(slot, generation, job.tenant, stored_as[i], job.parents[i])
                 elif job.settled:  # else the slot stays granted until the processes of this engine have ended
                     steps.abort(slot, generation)
                 if self._storing.get((job.tenant, job.keys[i])) is job:
                     del self._storing[job.tenant, job.keys[i]]
-            self._count(metrics.STORED_CHUNKS, whole)
+            self._count(metrics.STORED_CHUNKS, len(kept))
             self._count(metrics.FAILED_STORES, len(job.failed))
         else:
             for i, (slot, generation) in enumerate(places):
@@ -803,11 +1050,24 @@ class SchedulerHalf(OffloadingManager):
             self._count(metrics.LOADED_CHUNKS, len(job.keys) - len(job.failed))
             self._count(metrics.FAILED_LOADS, len(job.failed))
 
+    def _kept(self, job: Job) -> set[int]:
+        """Which chunks of an ended store become visible."""
+        if job.stale or job.attached.steps.broken:
+            return set()
+        kept = set(range(len(job.keys))) - job.failed
+        for kind, geometry in enumerate(self._geometry.kinds):
+            if geometry.is_chain:  # what follows a hole in a chain is no use
+                chunks = job.chunks_of(kind)
+                hole = min(job.failed.intersection(chunks), default=chunks.stop)
+                kept.difference_update(range(hole, chunks.stop))
+        return kept
+
     def _observe(self, job: Job) -> None:
         loaded = len(job.keys) - len(job.failed)
         if not job.failed and job.copy_s > 0:
-            chunk_bytes = job.attached.steps.group.chunk_bytes
-            self._admission.copied(store=job.is_store, chunks=loaded, chunk_bytes=chunk_bytes, seconds=job.copy_s)
+            kinds = job.attached.steps.group.kinds
+            nbytes = sum(count * kind.chunk_bytes for count, kind in zip(job.spec.counts, kinds, strict=True))
+            self._admission.copied(store=job.is_store, chunks=loaded, chunk_bytes=nbytes // loaded, seconds=job.copy_s)
         if job.is_store:
             return
         for key in job.keys:
@@ -835,7 +1095,7 @@ class SchedulerHalf(OffloadingManager):
         if attached is not None:
             self._exchange_learned(attached)
             for chunks, seconds in attached.steps.take_reads():
-                chunk_bytes = attached.steps.group.chunk_bytes
+                chunk_bytes = self._chunk_bytes(attached)
                 self._admission.read(chunks=chunks, chunk_bytes=chunk_bytes, seconds=seconds)
             self._fetch_grants(attached)
             attached.steps.flush()
@@ -865,7 +1125,8 @@ class SchedulerHalf(OffloadingManager):
         self._storing.clear()
         for record in self._records.values():
             record.found = record.load = None
-            record.refused_from = None
+            for row in record.rows:
+                row.refused_from = None
         self._reset, self._moved = True, None
         self._usable()
 
@@ -909,10 +1170,10 @@ class SchedulerHalf(OffloadingManager):
             return None
         if self._reset and attached is not self._moved:  # only now: a group without workers has nothing to leave
             self._moved = attached
-            self._retired.add(group.namespace_id)
+            self._retired.add(group.kinds[0].namespace_id)
             attached.steps.fresh_namespace()
             attached.steps.flush()
-        return None if group.namespace_id in self._retired else attached
+        return None if group.kinds[0].namespace_id in self._retired else attached
 
     def _check_seed(self) -> None:
         if self._seed_checked:
@@ -934,4 +1195,5 @@ class SchedulerHalf(OffloadingManager):
 
 
 def _store_nothing() -> PrepareStoreOutput:
-    return PrepareStoreOutput([], ChunkSpec(0, b"", np.empty(0, np.uint32), np.empty(0, np.uint64)), evicted_keys=[])
+    nothing = ChunkSpec(0, b"", np.empty(0, np.uint32), np.empty(0, np.uint64), ())
+    return PrepareStoreOutput([], nothing, evicted_keys=[])

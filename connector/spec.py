@@ -15,14 +15,21 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingCounterMetadata,
     OffloadingMetricMetadata,
     OffloadingSpec,
 )
-from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
 
 from connector import identity, metrics
 from connector.admission import Admission
@@ -32,12 +39,13 @@ from connector.layout import ChunkLayout
 from connector.link import Link
 from connector.pages import rank_pages
 from connector.priors import engine_priors, learning
-from connector.scheduler import Attached, Geometry, Probe, Rules, SchedulerHalf
+from connector.scheduler import Attached, Geometry, KindGeometry, Probe, Rules, SchedulerHalf
 from connector.selfcheck import MEMORY_BYTES, check_device
+from connector.stages import document_of_all_stages, gather_from_all_ranks, page_bytes_of_ranks
 from connector.transfer import HostTransfer, Mapped, Region, Transfer
 from connector.worker import WorkerHalf
 from kvstore._native import DeviceCopier
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.steps import Steps
 
 logger = logging.getLogger("vllm.connector.spec")
@@ -94,8 +102,6 @@ class KVStoreSpec(OffloadingSpec):
         transfer = engine.vllm_config.kv_transfer_config
         assert transfer is not None
         algorithm = engine.vllm_config.cache_config.prefix_caching_hash_algo
-        tokens_per_chunk = self.tokens_per_block[0] * self.blocks_per_chunk
-        group_spec = engine.kv_cache_config.kv_cache_groups[self.config.groups[0].group_id].kv_cache_spec
         link = Link(
             engine.config.endpoint,
             Attachment(
@@ -108,14 +114,14 @@ class KVStoreSpec(OffloadingSpec):
             on_detached=lambda attached: attached.steps.close(),
         )
         link.start()
+        kinds = [self._kind_geometry(group) for group in self.config.groups]
+        lead = next((kind for kind in kinds if kind.is_chain), kinds[0])
         return SchedulerHalf(
             link,
             Geometry(
-                tokens_per_chunk=tokens_per_chunk,
-                hashes_per_chunk=tokens_per_chunk // self.tokens_per_hash,
+                kinds=kinds,
                 blocks_per_chunk=self.blocks_per_chunk,
                 ranks=self.config.parallel.world_size,
-                names_parents=not isinstance(group_spec, SlidingWindowSpec),
             ),
             Rules(
                 loads=transfer.is_kv_consumer,
@@ -133,35 +139,63 @@ class KVStoreSpec(OffloadingSpec):
             Admission(
                 engine.config.admission,
                 engine_priors(engine.vllm_config),
-                tokens_per_chunk=tokens_per_chunk,
+                tokens_per_chunk=lead.tokens_per_chunk,
                 learning=learning(engine.vllm_config),
             ),
+        )
+
+    def _kind_geometry(self, group: OffloadingGroupConfig) -> KindGeometry:
+        tokens_per_chunk = group.tokens_per_block * self.blocks_per_chunk
+        spec = self._engine.kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
+        window = window_tokens(spec)
+        interval = self._engine.vllm_config.cache_config.prefix_cache_retention_interval
+        return KindGeometry(
+            group_id=group.group_id,
+            tokens_per_chunk=tokens_per_chunk,
+            hashes_per_chunk=tokens_per_chunk // self.tokens_per_hash,
+            window_chunks=None if window is None else -(-window // tokens_per_chunk),
+            boundary_chunks=1 if interval is None else interval // tokens_per_chunk,
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> WorkerHalf:
         engine = self._engine
         parallel = self.config.parallel
-        group = engine.kv_cache_config.kv_cache_groups[self.config.groups[0].group_id]
         tp_lcm_size = engine.config.tp_lcm_size or engine.vllm_config.parallel_config.tensor_parallel_size
-        pages = rank_pages(
-            kv_caches,
-            blocks_per_chunk=self.blocks_per_chunk,
-            group=group,
-            kv_caches=engine.kv_caches,
-            tp_lcm_size=tp_lcm_size,
-            rank=parallel.rank,
-            ranks=parallel.world_size,
-        )
-        namespace = identity.namespace_document(
-            engine.vllm_config,
-            engine.kv_cache_config,
-            kv_caches=engine.kv_caches,
-            attention_backend=identity.attention_backend(engine.vllm_config, group.layer_names),
-            tp_lcm_size=tp_lcm_size,
-            heads=pages.heads,
-        )
-        layout = pages.layout
-        transfer = _transfer(engine.config, layout, pages.regions)
+        kinds, layouts, regions = [], [], {}
+        in_stages = parallel.pp_size > 1
+        page_bytes: Sequence[tuple[int, ...]] = [()] * len(self.config.groups)
+        if in_stages:
+            own = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
+            page_bytes = page_bytes_of_ranks(own, parallel.world_size, gather_from_all_ranks)
+        for number, config in enumerate(self.config.groups):
+            group = engine.kv_cache_config.kv_cache_groups[config.group_id]
+            pages = rank_pages(
+                kv_caches,
+                kind=number,
+                blocks_per_chunk=self.blocks_per_chunk,
+                group=group,
+                kv_caches=engine.kv_caches,
+                tp_lcm_size=tp_lcm_size,
+                rank=parallel.rank,
+                ranks=parallel.world_size,
+                page_bytes=page_bytes[number],
+            )
+            namespace = identity.namespace_document(
+                engine.vllm_config,
+                engine.kv_cache_config,
+                kv_caches=engine.kv_caches,
+                attention_backend=identity.attention_backend(engine.vllm_config, group.layer_names),
+                tp_lcm_size=tp_lcm_size,
+                heads=pages.heads,
+                group=number,
+            )
+            if in_stages:
+                namespace = document_of_all_stages(namespace, gather_from_all_ranks)
+            layout = pages.layout
+            kinds.append(Kind(namespace, layout.chunk_bytes, layout.range_offset, layout.range_bytes))
+            layouts.append(layout)
+            regions |= {region.address: region for region in pages.regions}  # groups may lie in one another's memory
+        transfer = _transfer(engine.config, layouts, list(regions.values()))
 
         def map_arena(session: Session) -> Mapped:
             return transfer.map(session.instance_id, session.table, session.arena)
@@ -174,10 +208,7 @@ class KVStoreSpec(OffloadingSpec):
                 group=engine.group,
                 rank=parallel.rank,
                 world_size=parallel.world_size,
-                namespace=namespace,
-                chunk_bytes=layout.chunk_bytes,
-                range_offset=layout.range_offset,
-                range_bytes=layout.range_bytes,
+                kinds=kinds,
             ),
             on_attached=map_arena,
             on_detached=transfer.unmap,
@@ -186,10 +217,22 @@ class KVStoreSpec(OffloadingSpec):
         return WorkerHalf(link, transfer)
 
 
-def _transfer(config: ConnectorConfig, layout: ChunkLayout, regions: Sequence[Region]) -> Transfer:
+def window_tokens(spec: KVCacheSpec) -> int | None:
+    """How many tokens before a boundary are read there; None where every one is."""
+    match next(iter(iter_layer_specs(spec))):  # of one type, where a group has several
+        case SlidingWindowSpec() as window:
+            return window.sliding_window
+        case ChunkedLocalAttentionSpec() as local:
+            return local.attention_chunk_size
+        case MambaSpec():
+            return 1  # the state after it
+    return None
+
+
+def _transfer(config: ConnectorConfig, layouts: Sequence[ChunkLayout], regions: Sequence[Region]) -> Transfer:
     """For the device of this process. ValueError, RuntimeError, DeviceCopiesWrongly: the engine must not start."""
     if current_platform.device_type == "cpu":
-        return HostTransfer(layout, regions)
+        return HostTransfer(layouts, regions)
     device = torch.cuda.current_device()
     pins = config.copy_backend is not CopyBackend.HOST
 
@@ -212,4 +255,4 @@ def _transfer(config: ConnectorConfig, layout: ChunkLayout, regions: Sequence[Re
         copier.driver_version % 1000 // 10,
         config.copy_backend.value,
     )
-    return CudaTransfer(layout, regions, copier=copier, pins=pins, compute_stream=compute_stream)
+    return CudaTransfer(layouts, regions, copier=copier, pins=pins, compute_stream=compute_stream)

@@ -5,6 +5,7 @@ the next; the two ends share nothing else. If the starting process dies, the soc
 engine dies, the starting process sees its end and raises `EngineDied` with the end of the log.
 """
 
+import enum
 import hashlib
 import json
 import os
@@ -43,16 +44,61 @@ SMALL_MODEL: Mapping[str, object] = {
 }
 
 
-def small_model(cache: Path, *, dtype: str = "float32", seed: int = 0, **changes: object) -> Path:
-    """The folder of a Llama with random weights and a byte tokenizer, made in `cache` unless it is there already."""
-    settings = {**SMALL_MODEL, **changes}
-    name = hashlib.sha256(json.dumps([settings, dtype, seed], sort_keys=True).encode()).hexdigest()[:12]
-    folder = cache / f"llama-{name}"
+class Family(enum.Enum):
+    """Kinds of models, by what transformers calls them, with the settings in which they differ from SMALL_MODEL."""
+
+    LLAMA = "Llama"
+    GEMMA3 = "Gemma3"  # sliding windows mixed with full attention
+    DEEPSEEK_V2 = "DeepseekV2"  # MLA
+
+
+_OF_FAMILY: Mapping[Family, tuple[str, str, Mapping[str, object]]] = {
+    Family.LLAMA: ("LlamaConfig", "LlamaForCausalLM", {}),
+    Family.GEMMA3: (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 8_192,
+            "sliding_window": 256,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,  # else all layers slide
+            "tie_word_embeddings": False,  # else it repeats the last token
+        },
+    ),
+    Family.DEEPSEEK_V2: (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 8_192,
+            "kv_lora_rank": 512,  # of no other size does vLLM have kernels
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 3,  # all layers: no experts
+            "n_routed_experts": 2,
+        },
+    ),
+}
+
+
+def small_model(
+    cache: Path, *, family: Family = Family.LLAMA, dtype: str = "float32", seed: int = 0, **changes: object
+) -> Path:
+    """The folder of a model with random weights and a byte tokenizer, made in `cache` unless it is there already."""
+    settings = {**SMALL_MODEL, **_OF_FAMILY[family][2], **changes}
+    digest = hashlib.sha256(json.dumps([settings, dtype, seed], sort_keys=True).encode()).hexdigest()[:12]
+    name = f"{family.value.lower()}-{digest}"
+    folder = cache / name
     if not folder.exists():
-        scratch = cache / f"llama-{name}.{os.getpid()}"
+        scratch = cache / f"{name}.{os.getpid()}"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        _save_model(scratch, settings, dtype, seed)
+        _save_model(scratch, family, settings, dtype, seed)
         try:
             scratch.rename(folder)  # whole or not at all
         except OSError:  # somebody else was faster
@@ -60,15 +106,18 @@ def small_model(cache: Path, *, dtype: str = "float32", seed: int = 0, **changes
     return folder
 
 
-def _save_model(folder: Path, settings: dict[str, Any], dtype: str, seed: int) -> None:
+def _save_model(folder: Path, family: Family, settings: dict[str, Any], dtype: str, seed: int) -> None:
     import torch
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    LlamaForCausalLM(LlamaConfig(**settings)).to(getattr(torch, dtype)).save_pretrained(folder)
+    config_class, model_class, _ = _OF_FAMILY[family]
+    config = getattr(transformers, config_class)(**settings)
+    getattr(transformers, model_class)(config).to(getattr(torch, dtype)).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: i for i, symbol in enumerate([*alphabet, "<s>", "</s>"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -8,17 +8,18 @@ the caller's part (`WorkerHalf` checks the instance and submits under the link's
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from connector.layout import Addresses, ChunkLayout, slot_addresses
+from connector.layout import Addresses, ChunkLayout, slot_addresses, whole_chunks
 from connector.messages import ChunkSpec
 from kvstore._native import SLOT_ALIGNMENT, Arena, Copier, DeviceCopier, Finished, Table, class_bytes
 
 COPY_THREADS = 2
+NULL_BLOCK = 0  # vLLM's, in every KV cache group: it stands for blocks that nobody reads any more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +40,14 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
+class KindBlocks:
+    """Blocks of one KV cache group that a job copies: consecutive in the request from its block `first` on."""
+
+    ids: NDArray[np.integer]
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Fragments to copy; equally long arrays."""
 
@@ -46,20 +55,30 @@ class Plan:
     destinations: Addresses
     sizes: Addresses
 
+    @classmethod
+    def of(cls, parts: Sequence["Plan"]) -> "Plan":
+        if not parts:
+            return cls(*[np.empty(0, np.uint64)] * 3)
+        return cls(
+            np.concatenate([part.sources for part in parts]),
+            np.concatenate([part.destinations for part in parts]),
+            np.concatenate([part.sizes for part in parts]),
+        )
+
 
 class Transfer(ABC):
-    """Runs copy jobs. A job ends exactly once in `finished`, with the positions of its chunks that failed."""
+    """Runs copy jobs. A job ends exactly once in `finished`, with the positions of its chunks that failed. There is a
+    layout for each kind of chunks; chunks and blocks of a job lie kind after kind."""
 
     _copier: Copier | DeviceCopier  # finished, wait and close are the same
 
-    def __init__(self, layout: ChunkLayout) -> None:
-        self._layout = layout
-        self._slot_bytes = class_bytes(layout.chunk_bytes)
+    def __init__(self, layouts: Sequence[ChunkLayout]) -> None:
+        self._layouts = layouts
         self._zeros = np.zeros(SLOT_ALIGNMENT, np.uint8)
 
     @property
-    def layout(self) -> ChunkLayout:
-        return self._layout
+    def layouts(self) -> Sequence[ChunkLayout]:
+        return self._layouts
 
     @property
     def padding_source(self) -> Region:
@@ -77,32 +96,40 @@ class Transfer(ABC):
     def _run(
         self, job: int, mapped: Mapped, spec: ChunkSpec, plan: Plan, *, is_load: bool, blocks: NDArray[np.integer]
     ) -> None:
-        """ValueError, nothing copied: fragments outside the engine's memory or the arena."""
+        """`blocks`: all that the job touches in the engine. ValueError, nothing copied: fragments outside the engine's
+        memory or the arena."""
 
-    def store(
-        self, job: int, mapped: Mapped, spec: ChunkSpec, *, block_ids: NDArray[np.integer], first_block: int
-    ) -> None:
-        """Device to arena, this rank's part. ValueError, nothing copied, unless the blocks are exactly the chunks'."""
-        chunks = self._chunks(mapped, spec)
-        fragments = self._layout.written(block_ids, first_block, chunks)
-        plan = Plan(fragments.device, fragments.arena, fragments.sizes)
-        padding = self._slot_bytes - self._layout.chunk_bytes
-        if padding:
-            padded = self._layout.padded(first_block, chunks)
-            plan = Plan(
-                np.append(plan.sources, np.full(len(padded), self.padding_source.address, np.uint64)),
-                np.append(plan.destinations, padded + np.uint64(self._layout.chunk_bytes)),
-                np.append(plan.sizes, np.full(len(padded), padding, np.uint64)),
-            )
-        self._run(job, mapped, spec, plan, is_load=False, blocks=block_ids)
+    def store(self, job: int, mapped: Mapped, spec: ChunkSpec, blocks: Sequence[KindBlocks]) -> set[int]:
+        """Device to arena, this rank's part. Returns the positions of chunks that are not copied, because vLLM left out
+        blocks of theirs. ValueError, nothing copied, for blocks outside the cache."""
+        parts, left_out = [], set()
+        for layout, of_kind, chunks, positions in self._kinds(mapped, spec, blocks):
+            per_chunk = layout.blocks_per_chunk
+            whole = whole_chunks(len(chunks), len(of_kind.ids), of_kind.first, per_chunk)
+            left_out.update(position for i, position in enumerate(positions) if i not in whole)
+            if not whole:
+                continue
+            ids = of_kind.ids[len(of_kind.ids) - len(whole) * per_chunk :]
+            first = of_kind.first // per_chunk * per_chunk + whole.start * per_chunk
+            copied = chunks[whole.start :]
+            written = layout.written(ids, first, copied)
+            parts.append(Plan(written.device, written.arena, written.sizes))
+            padding = class_bytes(layout.chunk_bytes) - layout.chunk_bytes
+            if padding:
+                padded = layout.padded(first, copied) + np.uint64(layout.chunk_bytes)
+                zeros = np.full(len(padded), self.padding_source.address, np.uint64)
+                parts.append(Plan(zeros, padded, np.full(len(padded), padding, np.uint64)))
+        self._run(job, mapped, spec, Plan.of(parts), is_load=False, blocks=_blocks(blocks))
+        return left_out
 
-    def load(
-        self, job: int, mapped: Mapped, spec: ChunkSpec, *, block_ids: NDArray[np.integer], first_block: int
-    ) -> None:
-        """Arena to device. The first and the last chunk may be wanted in part. ValueError, nothing copied."""
-        fragments = self._layout.fragments(block_ids, first_block, self._chunks(mapped, spec))
-        plan = Plan(fragments.arena, fragments.device, fragments.sizes)
-        self._run(job, mapped, spec, plan, is_load=True, blocks=block_ids)
+    def load(self, job: int, mapped: Mapped, spec: ChunkSpec, blocks: Sequence[KindBlocks]) -> None:
+        """Arena to device. The first and the last chunk of a kind may be wanted in part, and null blocks are nobody's.
+        ValueError, nothing copied."""
+        parts = []
+        for layout, of_kind, chunks, _ in self._kinds(mapped, spec, blocks):
+            fragments = layout.fragments(of_kind.ids, of_kind.first, chunks, wanted=of_kind.ids != NULL_BLOCK)
+            parts.append(Plan(fragments.arena, fragments.device, fragments.sizes))
+        self._run(job, mapped, spec, Plan.of(parts), is_load=True, blocks=_blocks(blocks))
 
     def finished(self) -> list[Finished]:
         return self._copier.finished()
@@ -113,15 +140,34 @@ class Transfer(ABC):
     def close(self) -> None:
         self._copier.close()
 
-    def _chunks(self, mapped: Mapped, spec: ChunkSpec) -> NDArray[np.uint64]:
-        return slot_addresses(mapped.arena.address, spec.slots, self._slot_bytes, mapped.table.unit_bytes)
+    def _kinds(
+        self, mapped: Mapped, spec: ChunkSpec, blocks: Sequence[KindBlocks]
+    ) -> Iterator[tuple[ChunkLayout, KindBlocks, Addresses, range]]:
+        """Of each kind that the job has: its blocks, the addresses of its chunks, and their positions in the job."""
+        if not len(spec.counts) == len(blocks) == len(self._layouts):
+            raise ValueError(f"a job of {len(spec.counts)} kinds, and this engine has {len(self._layouts)}")
+        first = 0
+        for layout, of_kind, count in zip(self._layouts, blocks, spec.counts, strict=True):
+            positions = range(first, first + count)
+            first += count
+            if count or len(of_kind.ids):
+                slots = spec.slots[positions.start : positions.stop]
+                size = class_bytes(layout.chunk_bytes)
+                yield (
+                    layout,
+                    of_kind,
+                    slot_addresses(mapped.arena.address, slots, size, mapped.table.unit_bytes),
+                    positions,
+                )
 
 
 class HostTransfer(Transfer):
     """On vLLM's CPU platform."""
 
-    def __init__(self, layout: ChunkLayout, regions: Sequence[Region], *, copier: Copier | None = None) -> None:
-        super().__init__(layout)
+    def __init__(
+        self, layouts: Sequence[ChunkLayout], regions: Sequence[Region], *, copier: Copier | None = None
+    ) -> None:
+        super().__init__(layouts)
         self._copier = Copier(COPY_THREADS) if copier is None else copier
         for region in (*regions, self.padding_source):
             self._copier.add_region(region.address, region.nbytes)
@@ -153,3 +199,9 @@ class HostTransfer(Transfer):
             slots=spec.slots,
             generations=spec.generations,
         )
+
+
+def _blocks(of_kinds: Sequence[KindBlocks]) -> NDArray[np.integer]:
+    """Null blocks left out: every job may name them, and none touches them."""
+    ids = np.concatenate([of_kind.ids for of_kind in of_kinds])
+    return ids[ids != NULL_BLOCK]

@@ -5,15 +5,16 @@ link's lock, after its instance was compared with the mapped one, so that no cop
 unmapped or into another daemon's slots.
 
 vLLM asserts that every submit returns True and that every result is a success. So they always say that, and the real
-outcome goes two other ways: `take_failed` into our own message to the scheduler half, and, for loads,
-`take_unloaded_blocks` to vLLM, which recomputes from the first such block on. Both in the pass that reports the job.
+outcome goes two other ways, both in the pass that reports the job: `take_failed` into our own message to the scheduler
+half, and, for loads, to vLLM. Of full attention alone that is told of blocks (`take_unloaded_blocks`) and recomputes
+from the first on; else it is told of requests (`take_failed_loads`) and looks them up again.
 """
 
+import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -23,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 
 from connector.link import Link
 from connector.messages import ChunkSpec
-from connector.transfer import Mapped, Transfer
+from connector.transfer import KindBlocks, Mapped, Transfer
 
 logger = logging.getLogger("vllm.connector.worker")
 
@@ -34,8 +35,8 @@ WAIT_REPORT_S = 5.0
 class Running:
     is_load: bool
     chunk_count: int
-    first_block: int  # of the request
-    block_ids: NDArray[np.int32] = field(repr=False)
+    blocks: Sequence[KindBlocks] = field(repr=False)
+    left_out: set[int] = field(default_factory=set)  # store: chunks that were not copied
 
 
 class WorkerHalf(OffloadingWorker):
@@ -45,6 +46,7 @@ class WorkerHalf(OffloadingWorker):
         self._running: dict[int, Running] = {}
         self._refused: list[int] = []  # jobs that ended without a copy, not yet reported
         self._failed: dict[int, set[int]] = {}  # reported, not yet taken
+        self._failed_loads: set[int] = set()  # as above, the loads among them
         self._unsettled: set[int] = set()  # as above: what a lost device may still write
         self._unloaded_blocks: set[int] = set()
         self._copy_s: dict[int, float] = {}  # jobs reported, not yet taken
@@ -62,14 +64,15 @@ class WorkerHalf(OffloadingWorker):
 
     def _submit(self, job_id: int, chunks: LoadStoreSpec, blocks: GPULoadStoreSpec, *, is_load: bool) -> None:
         assert isinstance(chunks, ChunkSpec), f"job {job_id} of another store: {chunks!r}"
-        job = Running(is_load, len(chunks.slots), blocks.block_indices[0], blocks.block_ids)
-        self._running[job_id] = job
-        copy = self._transfer.load if is_load else self._transfer.store
+        job = self._running[job_id] = Running(is_load, len(chunks.slots), _by_kind(blocks))
         try:
             with self._link.lock:
                 mapped = self._link.current
                 if mapped is not None and mapped.instance_id == chunks.instance_id:
-                    copy(job_id, mapped, chunks, block_ids=job.block_ids, first_block=job.first_block)
+                    if is_load:
+                        self._transfer.load(job_id, mapped, chunks, job.blocks)
+                    else:
+                        job.left_out = self._transfer.store(job_id, mapped, chunks, job.blocks)
                     return
             logger.warning("kvstore: job %d is for a daemon that has gone; failed without copying", job_id)
         except Exception:  # a border: the engine must live, and the job must end
@@ -97,14 +100,16 @@ class WorkerHalf(OffloadingWorker):
 
     def _end(self, job_id: int, failed: set[int]) -> None:
         job = self._running.pop(job_id)
+        failed |= job.left_out
         if not failed:
             return
         self._failed[job_id] = failed
         if job.is_load:
-            per_chunk = self._transfer.layout.blocks_per_chunk
-            skipped = job.first_block % per_chunk
-            first_bad = max(0, min(failed) * per_chunk - skipped)
-            self._unloaded_blocks.update(job.block_ids[first_bad:].tolist())
+            self._failed_loads.add(job_id)
+            if len(job.blocks) == 1:
+                [blocks], [layout] = job.blocks, self._transfer.layouts
+                first_bad = max(0, min(failed) * layout.blocks_per_chunk - blocks.first % layout.blocks_per_chunk)
+                self._unloaded_blocks.update(blocks.ids[first_bad:].tolist())
 
     def take_failed(self) -> dict[int, set[int]]:
         """Per job reported since the last call: the positions of its chunks that failed."""
@@ -121,8 +126,14 @@ class WorkerHalf(OffloadingWorker):
         copy_s, self._copy_s = self._copy_s, {}
         return copy_s
 
+    def take_failed_loads(self) -> set[int]:
+        """Jobs among those reported since the last call."""
+        failed, self._failed_loads = self._failed_loads, set()
+        return failed
+
     def take_unloaded_blocks(self) -> set[int]:
-        """Device blocks of failed loads reported since the last call, with all that follow them in the request."""
+        """Device blocks of failed loads reported since the last call, with all that follow them in the request. Only
+        of an engine with one KV cache group; blocks of several would end it."""
         blocks, self._unloaded_blocks = self._unloaded_blocks, set()
         return blocks
 
@@ -135,3 +146,11 @@ class WorkerHalf(OffloadingWorker):
     def shutdown(self) -> None:
         self._link.close()  # takes the arena away first: the last copy ends before the session does
         self._transfer.close()
+
+
+def _by_kind(blocks: GPULoadStoreSpec) -> list[KindBlocks]:
+    ends = list(itertools.accumulate(blocks.group_sizes))
+    return [
+        KindBlocks(blocks.block_ids[end - size : end], first)
+        for size, end, first in zip(blocks.group_sizes, ends, blocks.block_indices, strict=True)
+    ]

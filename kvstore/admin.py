@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 import grpc
 
 from kvstore.errors import ConfigurationError, NotFound
+from kvstore.namespace import differing_paths
 from kvstore.rpc.status import error_of
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc
 from kvstore.session import Attachment, Role, Session
@@ -74,6 +75,27 @@ def namespaces(endpoint: str, what: admin_pb2.Selection) -> list[dict[str, objec
     ]
 
 
+def compare(endpoint: str, one: str, other: str) -> dict[str, object]:
+    """The fields in which two namespaces differ. NotFound: an id that is unknown, or whose document the daemon has not
+    kept."""
+    rows = {row["namespace_id"]: row["document"] for row in namespaces(endpoint, selection())}
+    found = []
+    for text in (one, other):
+        ids = [name for name in rows if str(name).startswith(text.lower())]
+        if len(ids) != 1:
+            many = f"{len(ids)} namespaces begin with {text!r}; give more of it" if ids else f"no namespace {text} here"
+            raise NotFound(f"{many}. `kvstore ls namespaces` shows those that are")
+        document = rows[ids[0]]
+        if not isinstance(document, dict):
+            raise NotFound(f"the daemon has chunks of namespace {ids[0]} and no document that says what it is")
+        found.append((ids[0], document))
+    differences = [
+        {"field": field, "one": mine, "other": theirs}
+        for field, mine, theirs in differing_paths(found[0][1], found[1][1])
+    ]
+    return {"one": found[0][0], "other": found[1][0], "differences": differences}
+
+
 def tenants(endpoint: str, what: admin_pb2.Selection) -> list[dict[str, object]]:
     """One row for each tenant with a chunk, the largest first."""
     rows: dict[bytes, list[admin_pb2.TenantUsage]] = {}
@@ -98,7 +120,7 @@ def sessions(endpoint: str, what: admin_pb2.Selection) -> list[dict[str, object]
     return [
         _session_json(session)
         for session in stats(endpoint).sessions
-        if what.namespace_id in (b"", session.namespace_id)
+        if what.namespace_id in (b"", *session.namespace_ids)
     ]
 
 
@@ -336,7 +358,7 @@ def _session_json(session: admin_pb2.SessionStats) -> dict[str, object]:
         "pid": session.pid,
         "uid": session.uid,
         "rank": session.rank,
-        "namespace_id": session.namespace_id.hex(),
+        "namespace_ids": [namespace.hex() for namespace in session.namespace_ids],
     }
 
 

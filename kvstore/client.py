@@ -49,7 +49,7 @@ from kvstore.limits import (
     KEYS_PER_CALL_MAX,
     PROMOTES_PER_ROUND,
 )
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.steps import Outcome, Ref, Steps
 
 if TYPE_CHECKING:  # of collections.abc from Python 3.12 on
@@ -158,8 +158,7 @@ class StoreClient:
         attachment = Attachment(
             role=Role.CLIENT,
             hash_seed=os.environ.get("PYTHONHASHSEED", "") if hash_seed is None else hash_seed,
-            namespace=namespace,
-            chunk_bytes=chunk_bytes,
+            kinds=(Kind(namespace, chunk_bytes),),
         )
         client = cls(endpoint or default_endpoint(), attachment, timeout_s=timeout_s, copy_threads=copy_threads)
         client._leave(client._enter())
@@ -167,7 +166,7 @@ class StoreClient:
 
     @property
     def chunk_bytes(self) -> int:
-        return self._attachment.chunk_bytes
+        return self._attachment.kinds[0].chunk_bytes
 
     def put(self, salt: str | None, chunks: "Mapping[bytes, Buffer]") -> dict[bytes, PutOutcome]:
         """Store chunks for one tenant; the mapping's order is the prefix order, head first.
@@ -474,7 +473,7 @@ class _Connection:
             time.sleep(PENDING_POLL_S)
 
     def _namespace(self) -> bytes:
-        return self._steps.group.namespace_id
+        return self._steps.group.kinds[0].namespace_id
 
     def _offset(self, slot: int) -> int:
         return _native.slot_offset(slot, self._class_bytes, self._unit_bytes)
@@ -485,7 +484,7 @@ class _Connection:
     def _refusal(self) -> PutOutcome:
         if self._steps.group.refused:
             raise NamespaceMismatch(self._steps.group.refused)
-        return _PUT_OUTCOMES[self._steps.grants_short]
+        return _PUT_OUTCOMES[self._steps.grants_short()]
 
     def _store(
         self,

@@ -26,10 +26,11 @@ QUOTAS_MAX = 10_000
 NAMESPACE_DOCUMENT_BYTES_MAX = 256 << 10
 GROUP_NAME_BYTES_MAX = 128
 WORLD_SIZE_MAX = 1_024
+KINDS_PER_GROUP_MAX = 32  # KV cache groups of one engine; as many size classes as an arena takes
 ATTACH_WITHIN_MS = 30_000  # after connecting to arena.sock; the daemon hangs up on who only occupies a place
 REST_WITHOUT_PIDFD_MS = 60_000  # how long slots rest after a hang-up of a process that nothing can watch
 GRANTS_IDLE_S = 1.0  # unused grants go back after that long without a store
-GRANTS_PER_GROUP_MIN = 64
+GRANTS_PER_KIND_MIN = 64  # of a group
 GRANTS_PER_GROUP_SHARE = 16  # of the arena; docs/decisions/001
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un
 REMOVAL_STEPS_PER_SLICE = 256  # of the index, a microsecond or less each; the event loop turns between slices
@@ -43,6 +44,7 @@ assert PROMOTES_PER_ROUND <= OPERATIONS_PER_STEP_MAX
 assert HEARTBEAT_STALE_MS >= 3 * HEARTBEAT_INTERVAL_MS
 
 
-def grants_per_group_max(arena_bytes: int, slot_bytes: int) -> int:
-    """How many slots of `slot_bytes` one group may hold at once, those that it is writing included."""
-    return max(GRANTS_PER_GROUP_MIN, arena_bytes // GRANTS_PER_GROUP_SHARE // slot_bytes)
+def grants_left(arena_bytes: int, slot_bytes: int, *, held: int, held_bytes: int) -> int:
+    """How many more slots of `slot_bytes` may be granted to a group that holds `held` of this kind, and `held_bytes` of
+    all its kinds together, those that it is writing included."""
+    return max(GRANTS_PER_KIND_MIN - held, (arena_bytes // GRANTS_PER_GROUP_SHARE - held_bytes) // slot_bytes)

@@ -49,6 +49,27 @@ def differing_fields(one: Mapping[str, object], other: Mapping[str, object]) -> 
             yield field, one.get(field), other.get(field)
 
 
+ABSENT = "(absent)"
+
+
+def differing_paths(one: Mapping[str, object], other: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
+    """As `differing_fields`, down to the innermost field that differs ("model.dtype", "format.pages[0].shape"); ABSENT
+    for what only one of them has."""
+    yield from _differing("", one, other)
+
+
+def _differing(where: str, one: object, other: object) -> Iterator[tuple[str, object, object]]:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for field in sorted(one.keys() | other.keys()):
+            inner = f"{where}.{field}" if where else field
+            yield from _differing(inner, one.get(field, ABSENT), other.get(field, ABSENT))
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for position, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+            yield from _differing(f"{where}[{position}]", mine, theirs)
+    elif one != other:
+        yield where, one, other
+
+
 def _require_canonical(value: object, where: str) -> None:
     match value:
         case str() | bool() | int():

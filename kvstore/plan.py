@@ -417,16 +417,20 @@ def make_plan(
     rate = tokens_per_s if tokens_per_s is not None else 8192 / costmodel.recompute_s(model, 0, 8192)
     bytes_per_s = rate * new_share * layout.kv_bytes_per_token
     link = link_gpu.link
-    # The disk delivers every rank's bytes; seen from one rank it is slower by their ratio.
-    share = layout.kv_bytes_per_token_on_rank / layout.kv_bytes_per_token
-    disk_on_rank = TransferModel(disk.read.bytes_per_s * share, disk.read.overhead_s, disk.read.descriptor_s)
-    chunk_bytes = round(layout.kv_bytes_per_token_on_rank * chunk_tokens)
-    both = costmodel.pipelined(disk_on_rank, link.expected, chunk_bytes)
+    both = from_disk(layout, disk, link.expected, chunk_tokens)
     tiers = (
         _tier("cpu", link.expected, model, layout, CPU_WINDOW_S, bytes_per_s, cpu_bytes, measured=link.measured),
         _tier("fs", both, model, layout, FS_WINDOW_S, bytes_per_s, fs_bytes, measured=link.measured),
     )
     return Plan(layout, tp_size, gpu, prefill, tiers, rate, tokens_per_s is not None, new_share, drive_bytes)
+
+
+def from_disk(layout: Layout, disk: Disk, link: TransferModel, chunk_tokens: int) -> TransferModel:
+    """Disk to host memory to one rank's GPU."""
+    # The disk delivers every rank's bytes; seen from one rank it is slower by their ratio.
+    share = layout.kv_bytes_per_token_on_rank / layout.kv_bytes_per_token
+    on_rank = TransferModel(disk.read.bytes_per_s * share, disk.read.overhead_s, disk.read.descriptor_s)
+    return costmodel.pipelined(on_rank, link, round(layout.kv_bytes_per_token_on_rank * chunk_tokens))
 
 
 def _tier(

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -54,31 +54,44 @@ class Role(enum.Enum):
     ADMIN = store_pb2.ROLE_ADMIN
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Chunks of one namespace and one size; an engine has one kind for each KV cache group. Sizes in bytes."""
+
+    namespace: Mapping[str, object]  # the session adds chunk_bytes and the seed
+    chunk_bytes: int
+    range_offset: int = 0  # WORKER: the run of bytes of a chunk that this rank owns
+    range_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """What a process says of itself. Sizes and offsets in bytes."""
+    """What a process says of itself."""
 
     role: Role
     hash_seed: str = ""  # the literal PYTHONHASHSEED; unused by ADMIN
     group: str = ""
     rank: int = 0
     world_size: int = 1
-    namespace: Mapping[str, object] | None = None  # CLIENT, WORKER; the session adds chunk_bytes and the seed
-    chunk_bytes: int = 0
-    range_offset: int = 0
-    range_bytes: int = 0
+    kinds: Sequence[Kind] = ()  # CLIENT: one; WORKER: in the same order in every rank
+
+
+@dataclass(frozen=True, slots=True)
+class KindState:
+    namespace_id: bytes
+    chunk_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
     complete: bool
-    namespace_id: bytes
-    chunk_bytes: int
+    kinds: tuple[KindState, ...]  # none until a process has brought them
     refused: str
 
     @classmethod
     def of(cls, state: store_pb2.GroupState) -> "GroupState":
-        return cls(state.complete, state.namespace_id, state.chunk_bytes, state.refused)
+        kinds = tuple(KindState(kind.namespace_id, kind.chunk_bytes) for kind in state.kinds)
+        return cls(state.complete, kinds, state.refused)
 
 
 class Session:
@@ -172,8 +185,9 @@ class Session:
 
     @property
     def namespace_id(self) -> bytes:
-        """b"" for SCHEDULER and ADMIN; of a client or worker as of attach."""
-        return self.group_state.namespace_id
+        """Of a client, as of attach."""
+        (kind,) = self.group_state.kinds
+        return kind.namespace_id
 
     @property
     def table(self) -> Table:
@@ -288,9 +302,6 @@ def _attach_request(attachment: Attachment) -> store_pb2.AttachRequest:
         group=attachment.group,
         rank=attachment.rank,
         world_size=attachment.world_size,
-        chunk_bytes=attachment.chunk_bytes,
-        range_offset=attachment.range_offset,
-        range_bytes=attachment.range_bytes,
     )
     if attachment.role is Role.ADMIN:
         return request
@@ -298,18 +309,24 @@ def _attach_request(attachment: Attachment) -> store_pb2.AttachRequest:
         raise KVStoreError(problem)
     request.seed_fingerprint = seed_fingerprint(attachment.hash_seed)
     request.seed_shown = attachment.hash_seed
-    if attachment.namespace is not None:
-        added = {"chunk_bytes": attachment.chunk_bytes, "seed_fingerprint": request.seed_fingerprint.hex()}
+    for kind in attachment.kinds:
+        added = {"chunk_bytes": kind.chunk_bytes, "seed_fingerprint": request.seed_fingerprint.hex()}
         for field, value in added.items():
-            if attachment.namespace.get(field, value) != value:
+            if kind.namespace.get(field, value) != value:
                 raise NamespaceMismatch(
-                    f"the namespace says {field} {attachment.namespace[field]!r}, and the session {value!r}; leave the "
+                    f"the namespace says {field} {kind.namespace[field]!r}, and the session {value!r}; leave the "
                     "field out, the session adds it"
                 )
         try:
-            request.namespace_document = canonical_json({**attachment.namespace, **added})
+            document = canonical_json({**kind.namespace, **added})
         except TypeError as error:
             raise ConfigurationError(f"the namespace: {error}") from None
+        request.kinds.add(
+            namespace_document=document,
+            chunk_bytes=kind.chunk_bytes,
+            range_offset=kind.range_offset,
+            range_bytes=kind.range_bytes,
+        )
     return request
 
 

@@ -19,7 +19,7 @@ import enum
 import itertools
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -75,10 +75,11 @@ class _Commit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Touch:
+class _Chain:
     tenant: bytes
     keys: Sequence[bytes]
-    again: int
+    kind: int
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +116,14 @@ class Steps:
         self._aborts: deque[Ref] = deque()
         self._releases: deque[tuple[Ref, bool, bool]] = deque()
         self._leases: dict[Ref, None] = {}  # to be taken or renewed
-        self._touches: deque[_Touch] = deque()  # pieces that fit a message, the tail's first
-        self._promotes: deque[tuple[bytes, Sequence[bytes], int, bool]] = deque()  # with the call's number; waited for?
+        self._touches: deque[_Chain] = deque()  # pieces that fit a message, the tail's first
+        self._promotes: deque[tuple[_Chain, int, bool]] = deque()  # with the call's number; waited for?
         self._promotes_asked = 0  # calls
         self._promotes_sent = 0
         self._promotes_answered = 0
         self._operations = 0  # in the queues above
         self._misses: deque[int] = deque()  # not guarded: a deque's append and popleft are whole by themselves
-        self._wanted = 0
+        self._wanted: Counter[int] = Counter()  # by kind, as all about grants
         self._tails: set[Ref] = set()
         self._probe: store_pb2.Probe | None = None
         self._fresh = False
@@ -132,11 +133,11 @@ class Steps:
 
         self._held: dict[Ref, int] = {}  # leases held, with how many users each has here
         self._renew_at_s = time.monotonic() + RENEW_LEASES_S
-        self._grants: deque[Ref] = deque()
+        self._grants: dict[int, deque[Ref]] = defaultdict(deque)
         self._grants_used_s = time.monotonic()
         self._keeping_grants = False
-        self._grants_coming = 0
-        self._grants_short = Outcome.UNSPECIFIED
+        self._grants_coming: Counter[int] = Counter()
+        self._grants_short: dict[int, Outcome] = {}
 
         self._tickets = 0
         self._outcomes: OrderedDict[int, Outcome] = OrderedDict()
@@ -158,16 +159,16 @@ class Steps:
 
     # -- what callers ask for; none of these waits -------------------------------------------------------------------
 
-    def want_grants(self, count: int, *, tails: Collection[Ref] = ()) -> None:
+    def want_grants(self, count: int, *, kind: int = 0, tails: Collection[Ref] = ()) -> None:
         """`tails`: the last stored chunks of the chains to be continued; room is not made by evicting them."""
         with self._lock:
             if self._accepting():
-                self._want(count, tails)
+                self._want(count, kind, tails)
 
-    def take_grants(self, count: int) -> list[Ref]:
+    def take_grants(self, count: int, *, kind: int = 0) -> list[Ref]:
         """Up to `count` of the slots that arrived, each to be committed or aborted."""
         with self._lock:
-            return self._take(count)
+            return self._take(count, kind)
 
     def keep_grants(self, *, keep: bool) -> None:
         """While a caller still expects to store, its grants are not given back for idleness: one step of an engine that
@@ -185,19 +186,16 @@ class Steps:
         with self._lock:
             self._return_grants()
 
-    @property
-    def grants_free(self) -> int:
-        return len(self._grants)
+    def grants_free(self, kind: int = 0) -> int:
+        return len(self._grants.get(kind, ()))  # a reader without the lock inserts nothing
 
-    @property
-    def grants_coming(self) -> int:
+    def grants_coming(self, kind: int = 0) -> int:
         """Asked for and not answered."""
-        return self._grants_coming
+        return self._grants_coming[kind]
 
-    @property
-    def grants_short(self) -> Outcome:
+    def grants_short(self, kind: int = 0) -> Outcome:
         """Why the last answer brought fewer than asked for; UNSPECIFIED when it did not."""
-        return self._grants_short
+        return self._grants_short.get(kind, Outcome.UNSPECIFIED)
 
     def commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes) -> int:
         """The chunk is complete in the slot: make it visible. Returns a ticket for `wait`. `parent` may be b""."""
@@ -265,7 +263,7 @@ class Steps:
             self._releases.append((ref, loaded, promoted))
             self._operations += 1
 
-    def touch(self, tenant: bytes, keys: Sequence[bytes], *, again: int = 0) -> None:
+    def touch(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0, again: int = 0) -> None:
         """The chain was used: head first. Dropped when the queue is full. `again`: so many of its keys, from the head,
         the same request used before, by a touch or a commit; this is no further use of those."""
         with self._lock:
@@ -273,10 +271,11 @@ class Steps:
                 return
             for end in range(len(keys), 0, -OPERATIONS_PER_STEP_MAX):
                 begin = max(0, end - OPERATIONS_PER_STEP_MAX)
-                self._touches.append(_Touch(tenant, keys[begin:end], min(max(0, again - begin), end - begin)))
+                known = min(max(0, again - begin), end - begin)
+                self._touches.append(_Chain(tenant, keys[begin:end], kind, known))
             self._operations += len(keys)
 
-    def promote(self, tenant: bytes, keys: Sequence[bytes], *, waited: bool = True) -> int:
+    def promote(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0, waited: bool = True) -> int:
         """Ask for at most PROMOTES_PER_ROUND chunks that only the fs tier has, head first. Once `promotes_answered` has
         reached the number returned, the table shows PENDING or CPU for those that are coming; the others are not.
         Dropped when the queue is full. `waited` False: nobody waits for them, or waits any more, so the daemon keeps
@@ -285,7 +284,7 @@ class Steps:
         with self._lock:
             self._promotes_asked += 1
             if self._accepting() and self._operations + len(keys) <= QUEUED_OPERATIONS_MAX:
-                self._promotes.append((tenant, keys, self._promotes_asked, waited))
+                self._promotes.append((_Chain(tenant, keys, kind), self._promotes_asked, waited))
                 self._operations += len(keys)
             return self._promotes_asked
 
@@ -381,15 +380,15 @@ class Steps:
             return [self._outcomes.pop(ticket) for ticket in tickets]
 
     def wait_grants(self, count: int, timeout_s: float, *, tails: Collection[Ref] = ()) -> list[Ref]:
-        """Up to `count` slots; fewer (see `grants_short`) once the daemon has answered. Unavailable."""
+        """Up to `count` slots of kind 0; fewer (see `grants_short`) once the daemon has answered. Unavailable."""
         self._session.require_own_process()
         with self._lock:
-            self._want(count - len(self._grants) - self._grants_coming, tails)
+            self._want(count - len(self._grants[0]) - self._grants_coming[0], 0, tails)
             self._flush()
             self._wait_until(
-                lambda: len(self._grants) >= count or self._grants_coming == 0, timeout_s, "a request for slots"
+                lambda: len(self._grants[0]) >= count or self._grants_coming[0] == 0, timeout_s, "a request for slots"
             )
-            return self._take(count)
+            return self._take(count, 0)
 
     def settle(self, timeout_s: float) -> None:
         """Wait until everything queued before this call is applied; always one round trip. Unavailable."""
@@ -457,15 +456,16 @@ class Steps:
                 raise Unavailable(f"the daemon did not answer {what} within {timeout_s:g} s")
             self._changed.wait(left_s)
 
-    def _want(self, count: int, tails: Collection[Ref]) -> None:
+    def _want(self, count: int, kind: int, tails: Collection[Ref]) -> None:
         if count > 0:
             self._tails.update(islice(tails, TAILS_PER_STEP_MAX - len(self._tails)))
-            self._wanted += count
-            self._grants_coming += count
+            self._wanted[kind] += count
+            self._grants_coming[kind] += count
 
-    def _take(self, count: int) -> list[Ref]:
+    def _take(self, count: int, kind: int) -> list[Ref]:
         self._grants_used_s = time.monotonic()
-        return [self._grants.popleft() for _ in range(min(count, len(self._grants)))]
+        free = self._grants[kind]
+        return [free.popleft() for _ in range(min(count, len(free)))]
 
     def _abort(self, ref: Ref) -> None:
         self._aborts.append(ref)
@@ -477,13 +477,14 @@ class Steps:
             self._operations += 1
 
     def _drop_touches(self) -> None:
-        self._operations -= sum(len(touch.keys) for touch in self._touches)
+        self._operations -= sum(len(chain.keys) for chain in self._touches)
         self._touches.clear()
 
     def _return_grants(self) -> None:
-        for ref in self._grants:
-            self._abort(ref)
-        self._grants.clear()
+        for free in self._grants.values():
+            for ref in free:
+                self._abort(ref)
+            free.clear()
 
     def _settle_ticket(self, ticket: int, outcome: Outcome) -> None:
         self._outcomes[ticket] = outcome
@@ -529,7 +530,7 @@ class Steps:
         else:
             self._renew_at_s = now_s + RENEW_LEASES_S
         # While nothing is held or granted, a look now and then finds what arrived without a flush.
-        if self._grants and not self._keeping_grants:
+        if any(self._grants.values()) and not self._keeping_grants:
             if now_s >= self._grants_used_s + GRANTS_IDLE_S:
                 self._return_grants()
                 self._flushing = True
@@ -543,7 +544,7 @@ class Steps:
         request = store_pb2.StepRequest(
             number=self._number,
             instance_id=self._session.instance_id,
-            grants_wanted=self._wanted,
+            grants_wanted=[self._wanted[kind] for kind in range(max(self._wanted, default=-1) + 1)],
             misses=sum(self._misses.popleft() for _ in range(len(self._misses))),
             probe=self._probe,
             fresh_namespace=self._fresh,
@@ -558,7 +559,7 @@ class Steps:
             self._news.learned, self._news.learned_wanted = {}, False
         if self._fresh:
             self._fresh_number = self._number
-        self._wanted = 0
+        self._wanted.clear()
         self._tails.clear()
         self._probe, self._fresh, self._ping = None, False, False
 
@@ -583,15 +584,15 @@ class Steps:
             request.leases.append(_slot_ref(ref))
             room -= 1
         while self._touches and len(self._touches[0].keys) <= room:
-            touch = self._touches.popleft()
-            request.touches.add(tenant=touch.tenant, keys=touch.keys, again=touch.again)
-            room -= len(touch.keys)
-        while self._promotes and len(self._promotes[0][1]) <= room:
-            tenant, keys, _, waited = self._promotes.popleft()
-            request.promotes.add(tenant=tenant, keys=keys, unwaited=not waited)
-            room -= len(keys)
+            chain = self._touches.popleft()
+            request.touches.add(tenant=chain.tenant, keys=chain.keys, kind=chain.kind, again=chain.again)
+            room -= len(chain.keys)
+        while self._promotes and len(self._promotes[0][0].keys) <= room:
+            chain, _, waited = self._promotes.popleft()
+            request.promotes.add(tenant=chain.tenant, keys=chain.keys, kind=chain.kind, unwaited=not waited)
+            room -= len(chain.keys)
         # When none is left, also those that were dropped.
-        self._promotes_sent = self._promotes[0][2] - 1 if self._promotes else self._promotes_asked
+        self._promotes_sent = self._promotes[0][1] - 1 if self._promotes else self._promotes_asked
         self._operations -= OPERATIONS_PER_STEP_MAX - room
         return request, tickets
 
@@ -638,22 +639,26 @@ class Steps:
                 self._news.cpu_full = reply.cpu_full
                 self._news.reads.extend((read.chunks, read.seconds) for read in reply.reads)
                 self._news.learned_there.update((learned.name, learned.document) for learned in reply.learned)
-                self._grants_coming -= request.grants_wanted
-                if request.grants_wanted:
-                    self._grants_short = Outcome(reply.grants_short)
-                arrived = [(at.slot, at.generation) for at in reply.grants]
-                if self._closing or self._fresh or request.number < self._fresh_number:
-                    for ref in arrived:
-                        self._abort(ref)
-                    self._flush()
-                elif arrived:
-                    self._grants.extend(arrived)
-                    self._grants_used_s = time.monotonic()
+                for kind, wanted in enumerate(request.grants_wanted):
+                    grants = reply.grants[kind] if kind < len(reply.grants) else store_pb2.Grants()
+                    self._grants_coming[kind] -= wanted
+                    if wanted:
+                        self._grants_short[kind] = Outcome(grants.short)
+                    self._arrived(request, kind, [(at.slot, at.generation) for at in grants.slots])
             if reply.HasField("group"):
                 group = self.group = GroupState.of(reply.group)
             self._changed.notify_all()
         if group is not None and self._on_group is not None:
             self._on_group(group)
+
+    def _arrived(self, request: store_pb2.StepRequest, kind: int, grants: list[Ref]) -> None:
+        if self._closing or self._fresh or request.number < self._fresh_number:
+            for ref in grants:
+                self._abort(ref)
+            self._flush()
+        elif grants:
+            self._grants[kind].extend(grants)
+            self._grants_used_s = time.monotonic()
 
     def _daemon_gone(self) -> None:
         """On the session's watcher thread."""
@@ -673,17 +678,20 @@ class Steps:
             self._releases,
             self._touches,
             self._promotes,
-            self._grants,
             self._misses,
         ):
             queue.clear()
+        for free in self._grants.values():
+            free.clear()
         self._leases.clear()
         self._held.clear()
         self._tails.clear()
         self._news.decisions.clear()
         self._news.learned, self._news.learned_wanted = {}, False
         self._unanswered.clear()
-        self._operations = self._wanted = self._grants_coming = 0
+        self._wanted.clear()
+        self._grants_coming.clear()
+        self._operations = 0
         self._probe, self._fresh, self._ping, self._flushing = None, False, False, False
         self._changed.notify_all()
 

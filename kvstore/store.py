@@ -8,15 +8,16 @@ Invariants, each kept after every call:
 * A grant belongs to one group and ends in commit or abort, or when every process of the group has ended or said
   goodbye. Neither time nor a hang-up ends one.
 * `Group.granted` holds exactly the grants that the Index holds for that group.
-* A commit makes a chunk visible only when its reference is granted to the group that sends it, in the namespace the
-  group had when it was granted, and the group is not refused.
-* One namespace document and one chunk size per group, from its first process that brings one to its last process.
+* A commit makes a chunk visible only when its reference is granted to the group that sends it, in the namespace that
+  its kind had when it was granted, and the group is not refused.
+* A group has the same kinds of chunks, each with one namespace document and one chunk size, from its first process that
+  brings them to its last process.
 * At most one scheduler of a group is connected; at most one connected worker has a rank; the connected workers' ranges
-  are equal (ranks that hold the same bytes and take turns to write them) or do not overlap, and a group is complete
-  only when they tile one chunk.
+  of a kind are equal (ranks that hold the same bytes and take turns to write them) or do not overlap, and a group is
+  complete only when those of each kind tile one chunk.
 * A message's number is one more than the last one's. A number seen before is answered as before and not applied again.
-* Grants in flight: per group at most the larger of 64 slots and a sixteenth of the arena; all together a quarter of
-  the arena; and a group that holds none may always have one.
+* Grants in flight: per group at most a sixteenth of the arena, or 64 slots of each kind where that is more; all
+  together a quarter of the arena; and a group that holds none of a kind may always have one.
 * The first probe of each (engine family, hash algorithm) stays for the daemon's life; a group that sent another value
   is refused for its own life.
 * A reference of another instance is never looked at.
@@ -81,8 +82,7 @@ class Session:
     uid: int
     role: store_pb2.Role = store_pb2.ROLE_UNSPECIFIED
     rank: int = 0
-    range_offset: int = 0
-    range_bytes: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()  # worker: (offset, bytes) of a chunk, by kind
     group: "Group | None" = None
     connected: bool = True
     # Set by the open step stream: called when the group's state changed and nobody asked.
@@ -95,21 +95,42 @@ class Session:
 
 
 @dataclass(eq=False, slots=True)
+class Kind:
+    """The chunks of one KV cache group of an engine."""
+
+    number: int  # in its group
+    document: str  # as the processes brought it
+    namespace: bytes  # now; differs from the document's digest after a move to a fresh epoch
+    chunk_bytes: int
+    slot_bytes: int  # chunk_bytes rounded up to its size class
+    granted: int = 0  # how many of the group's grants are for it
+
+    @classmethod
+    def of(cls, number: int, brought: store_pb2.Kind) -> "Kind":
+        document, chunk_bytes = brought.namespace_document, brought.chunk_bytes
+        return cls(number, document, digest(document), chunk_bytes, class_bytes(chunk_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    generation: int
+    kind: Kind
+    epoch: int  # of the group, when it was granted
+
+
+@dataclass(eq=False, slots=True)
 class Group:
     """The sessions of one engine, or of one client."""
 
     number: int
     name: str
     world_size: int
-    document: str = ""  # as the processes brought it; "" until the first one does
-    namespace: bytes = b""  # now; differs from the document's digest after a move to a fresh epoch
-    chunk_bytes: int = 0
-    slot_bytes: int = 0  # chunk_bytes rounded up to its size class
-    epoch: int = 0  # moves to a fresh namespace so far
+    kinds: list[Kind] = field(default_factory=list)  # none until the first process brings them
+    epoch: int = 0  # moves to fresh namespaces so far
     refused: str = ""
     sessions: set[Session] = field(default_factory=set)  # connected
     processes: set[Session] = field(default_factory=set)  # of processes that have not ended, connected or not
-    granted: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> (generation, epoch when granted)
+    granted: dict[int, Grant] = field(default_factory=dict)  # by slot
     # Reads from disk that nobody was told of: chunks, seconds.
     reads: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=limits.READS_UNTOLD_MAX))
 
@@ -118,15 +139,24 @@ class Group:
         return sorted(ranked, key=lambda session: session.rank)
 
     def complete(self) -> bool:
-        if not self.document:
+        if not self.kinds:
             return False
         if any(session.role == store_pb2.ROLE_CLIENT for session in self.sessions):
             return True
-        return len(self.workers()) == self.world_size and self.covered_bytes() == self.chunk_bytes
+        return len(self.workers()) == self.world_size and all(
+            self.covered_bytes(i) == kind.chunk_bytes for i, kind in enumerate(self.kinds)
+        )
 
-    def covered_bytes(self) -> int:
-        """Bytes of a chunk that connected workers own."""
-        return sum(nbytes for _, nbytes in {(worker.range_offset, worker.range_bytes) for worker in self.workers()})
+    def covered_bytes(self, kind: int) -> int:
+        """Bytes of a chunk of that kind that connected workers own."""
+        return sum(nbytes for _, nbytes in {worker.ranges[kind] for worker in self.workers()})
+
+    def granted_bytes(self) -> int:
+        return sum(kind.granted * kind.slot_bytes for kind in self.kinds)
+
+    def holds(self, slot: int, generation: int) -> bool:
+        grant = self.granted.get(slot)
+        return grant is not None and grant.generation == generation
 
 
 class Store:
@@ -220,8 +250,7 @@ class Store:
             raise ProtocolError(f"role {request.role} is unknown to this daemon")
         self._require_seed(request)
         if request.role != store_pb2.ROLE_SCHEDULER:
-            self._require_document(request)
-            self._require_size_class(request.chunk_bytes)
+            self._require_kinds(request)
         if request.role == store_pb2.ROLE_CLIENT:
             group = self._new_group(f"{CLIENT_GROUP_PREFIX}{self._groups_made + 1}", world_size=1)
         else:
@@ -230,25 +259,22 @@ class Store:
             if request.role == store_pb2.ROLE_SCHEDULER:
                 _require_only_scheduler(group)
             else:
-                self._require_same_document(group, request)
+                _require_same_kinds(group, request.kinds)
             if request.role == store_pb2.ROLE_WORKER:
-                _require_range(group, request)
+                _require_ranges(group, request)
         except Exception:
             self._forget_if_done(group)
             raise
 
         session.role = request.role
         session.rank = request.rank
-        session.range_offset = request.range_offset
-        session.range_bytes = request.range_bytes
+        session.ranges = tuple((kind.range_offset, kind.range_bytes) for kind in request.kinds)
         session.group = group
-        if request.role != store_pb2.ROLE_SCHEDULER and not group.document:
-            group.document = request.namespace_document
-            group.namespace = digest(request.namespace_document)
-            group.chunk_bytes = request.chunk_bytes
-            group.slot_bytes = class_bytes(request.chunk_bytes)
-            self._size_classes.add(group.slot_bytes)
-            self._keep_document(group.namespace, group.document)
+        if request.role != store_pb2.ROLE_SCHEDULER and not group.kinds:
+            group.kinds = [Kind.of(number, brought) for number, brought in enumerate(request.kinds)]
+            for kind in group.kinds:
+                self._size_classes.add(kind.slot_bytes)
+                self._keep_document(kind.namespace, kind.document)
         group.sessions.add(session)
         group.processes.add(session)
         self._announce(group)
@@ -292,8 +318,9 @@ class Store:
             return store_pb2.GroupState()
         return store_pb2.GroupState(
             complete=group.complete(),
-            namespace_id=group.namespace,
-            chunk_bytes=group.chunk_bytes,
+            kinds=[
+                store_pb2.KindState(namespace_id=kind.namespace, chunk_bytes=kind.chunk_bytes) for kind in group.kinds
+            ],
             refused=group.refused,
         )
 
@@ -314,7 +341,7 @@ class Store:
             )
         if 0 < request.number <= session.last_number:
             return session.replies.get(request.number) or store_pb2.StepReply(number=request.number)
-        _require_well_formed(request, session.last_number)
+        _require_well_formed(request, session.last_number, len(group.kinds))
 
         before = self.group_state(group)
         if request.HasField("probe"):
@@ -328,32 +355,32 @@ class Store:
         if request.leases and not group.refused:
             refs = [(at.slot, at.generation) for at in request.leases]
             self._index.lease(group.number, refs, now_ms + limits.LEASE_MS)
-        if not group.refused:
+        if group.kinds and not group.refused:
             for chain in request.touches:
-                self._index.touch(group.namespace, chain.tenant, list(chain.keys), now_ms, again=chain.again)
+                namespace = group.kinds[chain.kind].namespace
+                self._index.touch(namespace, chain.tenant, list(chain.keys), now_ms, again=chain.again)
                 if self._movement is not None:
-                    self._movement.touched(group.namespace, chain.tenant, chain.keys)
+                    self._movement.touched(namespace, chain.tenant, chain.keys)
         if self._movement is not None and group.complete() and not group.refused:
             for chain in request.promotes:
+                kind = group.kinds[chain.kind]
                 self._movement.promote(
                     group.number,
-                    group.namespace,
+                    kind.namespace,
                     chain.tenant,
                     chain.keys,
-                    group.chunk_bytes,
+                    kind.chunk_bytes,
                     waited=not chain.unwaited,
                 )
         self._misses += request.misses
-        self.explanations.told(group.name, group.namespace, request.decisions, now_ms)
+        self.explanations.told(group.name, group.kinds[0].namespace if group.kinds else b"", request.decisions, now_ms)
         self._learn(request, reply)
         while group.reads:
             chunks, seconds = group.reads.popleft()
             reply.reads.add(chunks=chunks, seconds=seconds)
         reply.cpu_full = self._is_full(group)
-        if request.grants_wanted:
-            grants, short = self._grant(group, request.grants_wanted, request.tails, now_ms)
-            reply.grants_short = cast("store_pb2.Outcome", short)
-            reply.grants.extend(store_pb2.SlotRef(slot=slot, generation=generation) for slot, generation in grants)
+        if any(request.grants_wanted):
+            reply.grants.extend(self._grant_kinds(group, request.grants_wanted, request.tails, now_ms))
         state = self.group_state(group)
         if state != before:
             reply.group.CopyFrom(state)
@@ -372,7 +399,7 @@ class Store:
     def _is_full(self, group: Group) -> bool:
         index = self._index.stats()
         taken = index["used_bytes"] + index["granted_bytes"]
-        return taken + group.slot_bytes > self._tier.ready_bytes
+        return taken + max((kind.slot_bytes for kind in group.kinds), default=0) > self._tier.ready_bytes
 
     def _learn(self, request: store_pb2.StepRequest, reply: store_pb2.StepReply) -> None:
         if not request.learning:
@@ -440,7 +467,7 @@ class Store:
                     pid=session.pid,
                     uid=session.uid,
                     rank=session.rank,
-                    namespace_id=session.group.namespace if session.group else b"",
+                    namespace_ids=[kind.namespace for kind in session.group.kinds] if session.group else [],
                 )
                 for session in self._sessions.values()
                 if session.connected
@@ -480,7 +507,7 @@ class Store:
     def problems(self) -> list[str]:
         """Every invariant that does not hold, a sentence each. Costs time in proportion to the table."""
         problems = list(self._index.problems())
-        granted = sum(group.slot_bytes * len(group.granted) for group in self._groups.values())
+        granted = sum(grant.kind.slot_bytes for group in self._groups.values() for grant in group.granted.values())
         index_granted = self._index.stats()["granted_bytes"]
         if self._movement is not None:
             index_granted -= self._movement.promoting_bytes
@@ -493,6 +520,8 @@ class Store:
         for group in self._groups.values():
             if not group.sessions and not group.granted:
                 problems.append(f"group {group.name} has neither a session nor a grant and is still kept")
+            if sum(kind.granted for kind in group.kinds) != len(group.granted):
+                problems.append(f"group {group.name} holds {len(group.granted)} grants, and counts others by kind")
             if not group.sessions <= group.processes:
                 problems.append(f"group {group.name} has a session of a process that has ended")
         return problems
@@ -779,7 +808,21 @@ class Store:
                 f"--hash-seed {request.seed_shown}"
             )
 
-    def _require_document(self, request: store_pb2.AttachRequest) -> None:
+    def _require_kinds(self, request: store_pb2.AttachRequest) -> None:
+        most = 1 if request.role == store_pb2.ROLE_CLIENT else limits.KINDS_PER_GROUP_MAX
+        if not 0 < len(request.kinds) <= most:
+            raise ProtocolError(
+                f"a {_ROLE_NAMES[request.role]} brings 1 to {most} kinds of chunks, not {len(request.kinds)}"
+            )
+        classes = set(self._size_classes)
+        for kind in request.kinds:
+            self._require_document(kind, request.seed_fingerprint)
+            self._require_size_class(kind.chunk_bytes, classes)
+        namespaces = [kind.namespace_document for kind in request.kinds]
+        if len(set(namespaces)) != len(namespaces):
+            raise ProtocolError("two kinds of one group have one namespace document, so their chunks could be mixed up")
+
+    def _require_document(self, request: store_pb2.Kind, seed_fingerprint: bytes) -> None:
         text = request.namespace_document
         if len(text.encode()) > limits.NAMESPACE_DOCUMENT_BYTES_MAX:
             raise LimitExceeded(
@@ -797,19 +840,20 @@ class Store:
                 f"the namespace document says {CHUNK_BYTES_FIELD} {document.get(CHUNK_BYTES_FIELD)!r} and the session "
                 f"{request.chunk_bytes}"
             )
-        if document.get(SEED_FIELD) != request.seed_fingerprint.hex():
+        if document.get(SEED_FIELD) != seed_fingerprint.hex():
             raise NamespaceMismatch(
                 f"the namespace document says {SEED_FIELD} {document.get(SEED_FIELD)!r} and the session "
-                f"{request.seed_fingerprint.hex()!r}"
+                f"{seed_fingerprint.hex()!r}"
             )
 
-    def _require_size_class(self, chunk_bytes: int) -> None:
+    def _require_size_class(self, chunk_bytes: int, classes: set[int]) -> None:
+        """`classes`: those in use; the chunk's is added."""
         if chunk_bytes <= 0 or class_bytes(chunk_bytes) > self._tier.arena_bytes:
             raise LimitExceeded(
                 f"a chunk of {chunk_bytes} bytes does not fit an arena of {self._tier.arena_bytes} bytes; start the "
                 "daemon with more --cpu-bytes, or store smaller chunks"
             )
-        classes = self._size_classes | {class_bytes(chunk_bytes)}
+        classes.add(class_bytes(chunk_bytes))
         if len(classes) > limits.SIZE_CLASSES_MAX:
             raise LimitExceeded(
                 f"chunks of {chunk_bytes} bytes would be size class {len(classes)} of this arena, which takes "
@@ -836,20 +880,6 @@ class Store:
             )
         return group
 
-    def _require_same_document(self, group: Group, request: store_pb2.AttachRequest) -> None:
-        if not group.document or group.document == request.namespace_document:
-            return
-        here, there = _parsed(group.document), _parsed(request.namespace_document)
-        assert here is not None
-        assert there is not None
-        fields = "; ".join(
-            f"{name}: {theirs!r} here, {ours!r} in the group" for name, ours, theirs in differing_fields(here, there)
-        )
-        raise NamespaceMismatch(
-            f"this process and group {group.name} describe different chunks ({fields}); start all processes of one "
-            "engine with the same settings"
-        )
-
     # -- groups --------------------------------------------------------------------------------------------------
 
     def _new_group(self, name: str, world_size: int) -> Group:
@@ -864,7 +894,7 @@ class Store:
                 group.processes.discard(session)
                 self._sessions.pop(session.token, None)
         if not group.processes:
-            self._granted_bytes -= len(group.granted) * group.slot_bytes
+            self._granted_bytes -= group.granted_bytes()
             group.granted.clear()
             self._index.end_group(group.number)
             self._groups.pop(group.name, None)
@@ -894,13 +924,15 @@ class Store:
 
     def _move_to_fresh_namespace(self, group: Group) -> None:
         """Chunks of before are out of the group's reach, and writes begun before end as aborts."""
-        document = _parsed(group.document)
-        if document is None:
+        if not group.kinds:
             return  # nothing was stored yet
-        moved = canonical_json({**document, EPOCH_FIELD: self._random_bytes(16).hex()})
         group.epoch += 1
-        group.namespace = digest(moved)
-        self._keep_document(group.namespace, moved)
+        for kind in group.kinds:
+            document = _parsed(kind.document)
+            assert document is not None
+            moved = canonical_json({**document, EPOCH_FIELD: self._random_bytes(16).hex()})
+            kind.namespace = digest(moved)
+            self._keep_document(kind.namespace, moved)
 
     def _probe(self, group: Group, probe: store_pb2.Probe) -> None:
         first = self._probes.setdefault((probe.engine_family, probe.hash_algorithm), probe.value)
@@ -914,46 +946,53 @@ class Store:
 
     # -- grants --------------------------------------------------------------------------------------------------
 
-    def _grant(
-        self, group: Group, wanted: int, tails: Sequence[store_pb2.SlotRef], now_ms: int
-    ) -> tuple[list[tuple[int, int]], int]:
-        """Up to `wanted` grants, and why there are fewer. A chain larger than the tier must not eat its own end: no
-        lookup gets as far as a chunk whose parent has gone."""
+    def _grant_kinds(
+        self, group: Group, wanted: Sequence[int], tails: Sequence[store_pb2.SlotRef], now_ms: int
+    ) -> Iterator[store_pb2.Grants]:
+        """Up to so many of each kind. A chain larger than the tier must not eat its own end: no lookup gets as far as a
+        chunk whose parent has gone."""
         if group.refused or not group.complete():
-            return [], store_pb2.OUTCOME_NOT_GRANTED
-        size = group.slot_bytes
-        arena_bytes = self._tier.arena_bytes
-        group_max = limits.grants_per_group_max(arena_bytes, size)
-        room = min(
-            group_max - len(group.granted), (arena_bytes // GRANTED_SHARE_OF_ARENA - self._granted_bytes) // size
-        )
-        allowed = max(room, 0 if group.granted else 1)
-        count = min(wanted, allowed)
+            none, refused = store_pb2.OUTCOME_UNSPECIFIED, store_pb2.OUTCOME_NOT_GRANTED
+            yield from (store_pb2.Grants(short=refused if count else none) for count in wanted)
+            return
         kept = [(at.slot, at.generation) for at in tails]
         self._index.lease(OWN_GROUP, kept, now_ms)
         evictions = self._index.stats()["evictions"]
-        grants = self._index.grant(group.number, group.chunk_bytes, count) if count > 0 else []
+        for kind, count in zip(group.kinds, wanted, strict=False):
+            grants, short = self._grant(group, kind, count)
+            yield store_pb2.Grants(
+                slots=[store_pb2.SlotRef(slot=slot, generation=generation) for slot, generation in grants],
+                short=cast("store_pb2.Outcome", short),
+            )
         self.explanations.evicted(group.name, self._index.stats()["evictions"] - evictions, now_ms)
         self._index.release(OWN_GROUP, kept)
+
+    def _grant(self, group: Group, kind: Kind, wanted: int) -> tuple[list[tuple[int, int]], int]:
+        """Up to `wanted` grants, and why there are fewer."""
+        arena_bytes = self._tier.arena_bytes
+        room = limits.grants_left(arena_bytes, kind.slot_bytes, held=kind.granted, held_bytes=group.granted_bytes())
+        room = min(room, (arena_bytes // GRANTED_SHARE_OF_ARENA - self._granted_bytes) // kind.slot_bytes)
+        count = min(wanted, max(room, 0 if kind.granted else 1))
+        grants = self._index.grant(group.number, kind.chunk_bytes, count) if count > 0 else []
         for slot, generation in grants:
-            group.granted[slot] = (generation, group.epoch)
-        self._granted_bytes += size * len(grants)
+            group.granted[slot] = Grant(generation, kind, group.epoch)
+        kind.granted += len(grants)
+        self._granted_bytes += kind.slot_bytes * len(grants)
         if len(grants) == wanted:
             return grants, store_pb2.OUTCOME_UNSPECIFIED
         return grants, _REJECTED_TIER_FULL if len(grants) < count else store_pb2.OUTCOME_NOT_GRANTED
 
     def _commit(self, group: Group, commits: Sequence[store_pb2.Commit], now_ms: int) -> list[int]:
         outcomes: list[int] = [store_pb2.OUTCOME_NOT_GRANTED] * len(commits)
-        positions: list[int] = []  # of those that pass
-        passed: list[tuple[int, int, bytes, bytes, bytes]] = []
+        passed: dict[int, list[int]] = {}  # number of the kind -> positions
         aborted: list[tuple[int, int]] = []
         for position, commit in enumerate(commits):
             at, tenant = commit.at, commit.tenant
             slot, generation = at.slot, at.generation
-            granted = group.granted.get(slot)
-            if granted is None or granted[0] != generation:
+            grant = group.granted.get(slot)
+            if grant is None or grant.generation != generation:
                 continue
-            if group.refused or granted[1] != group.epoch:
+            if group.refused or grant.epoch != group.epoch:
                 aborted.append((slot, generation))
             elif self.require_cache_salt and tenant == self._unsalted:
                 outcomes[position] = _REJECTED_ADMISSION
@@ -961,35 +1000,43 @@ class Store:
             else:
                 # Out of `granted` at once: a second commit of the same reference in this message has no grant.
                 self._no_longer_granted(group, slot)
-                positions.append(position)
-                passed.append((slot, generation, tenant, commit.key, commit.parent))
-        if passed:
-            codes = self._index.commit(group.number, group.namespace, passed, now_ms)
+                passed.setdefault(grant.kind.number, []).append(position)
+        for number, positions in passed.items():
+            kind = group.kinds[number]
+            chosen = [commits[position] for position in positions]
+            refs = [(commit.at.slot, commit.at.generation) for commit in chosen]
+            codes = self._index.commit(
+                group.number,
+                kind.namespace,
+                [(*ref, commit.tenant, commit.key, commit.parent) for ref, commit in zip(refs, chosen, strict=True)],
+                now_ms,
+            )
             for position, code in zip(positions, codes, strict=True):
                 outcomes[position] = code  # the numbers of wire and index agree; not granted: removed meanwhile
                 if code == STORED:
                     self._stores += 1
                     commit = commits[position]
-                    self.explanations.stored(group.name, group.namespace, commit.tenant, commit.key, now_ms)
+                    self.explanations.stored(group.name, kind.namespace, commit.tenant, commit.key, now_ms)
                     if self._movement is not None:
-                        self._write_through(self._movement, group, commits[position])
+                        self._write_through(self._movement, kind, commits[position])
         self._abort(group, aborted)
         return outcomes
 
-    def _write_through(self, movement: Movement, group: Group, commit: store_pb2.Commit) -> None:
-        chunk = ChunkId(group.namespace, commit.tenant, commit.key)
-        movement.stored(chunk, commit.at.slot, commit.at.generation, group.chunk_bytes)
+    def _write_through(self, movement: Movement, kind: Kind, commit: store_pb2.Commit) -> None:
+        chunk = ChunkId(kind.namespace, commit.tenant, commit.key)
+        movement.stored(chunk, commit.at.slot, commit.at.generation, kind.chunk_bytes)
 
     def _abort(self, group: Group, refs: Sequence[tuple[int, int]]) -> None:
-        held = [ref for ref in refs if group.granted.get(ref[0], (None, None))[0] == ref[1]]
+        held = [ref for ref in refs if group.holds(*ref)]
         for slot in {slot for slot, _ in held}:
             self._no_longer_granted(group, slot)
         if held:
             self._index.abort(group.number, held)
 
     def _no_longer_granted(self, group: Group, slot: int) -> None:
-        del group.granted[slot]
-        self._granted_bytes -= group.slot_bytes
+        kind = group.granted.pop(slot).kind
+        kind.granted -= 1
+        self._granted_bytes -= kind.slot_bytes
 
     def _release(self, group: Group, releases: Sequence[store_pb2.Release]) -> None:
         if not releases:
@@ -1004,7 +1051,7 @@ class Store:
 
 
 def _namespaces_of(groups: Iterable[Group]) -> set[bytes]:
-    return {group.namespace for group in groups if group.namespace}
+    return {kind.namespace for group in groups for kind in group.kinds}
 
 
 async def _nothing() -> AsyncIterator[str | None]:
@@ -1030,35 +1077,64 @@ def _require_only_scheduler(group: Group) -> None:
             )
 
 
-def _require_range(group: Group, request: store_pb2.AttachRequest) -> None:
-    """The rank's bytes lie in the chunk, beside those of the others, and the last rank leaves no gap."""
-    begin, end = request.range_offset, request.range_offset + request.range_bytes
+def _require_same_kinds(group: Group, brought: Sequence[store_pb2.Kind]) -> None:
+    if not group.kinds:
+        return
+    if len(brought) != len(group.kinds):
+        raise NamespaceMismatch(
+            f"this process has {len(brought)} kinds of chunks and group {group.name} has {len(group.kinds)}; start all "
+            "processes of one engine with the same settings"
+        )
+    for ours, theirs in zip(group.kinds, brought, strict=True):
+        if ours.document == theirs.namespace_document:
+            continue
+        here, there = _parsed(ours.document), _parsed(theirs.namespace_document)
+        assert here is not None
+        assert there is not None
+        fields = "; ".join(
+            f"{name}: {value!r} here, {in_group!r} in the group"
+            for name, in_group, value in differing_fields(here, there)
+        )
+        raise NamespaceMismatch(
+            f"this process and group {group.name} describe different chunks ({fields}); start all processes of one "
+            "engine with the same settings"
+        )
+
+
+def _require_ranges(group: Group, request: store_pb2.AttachRequest) -> None:
+    """Of each kind: the rank's bytes lie in the chunk, beside those of the others, and the last rank leaves no gap."""
     if request.rank >= group.world_size:
         raise NamespaceMismatch(f"rank {request.rank} of group {group.name}, which has {group.world_size} workers")
-    if not begin < end <= request.chunk_bytes:
-        raise NamespaceMismatch(
-            f"rank {request.rank} owns bytes {begin} to {end} of a chunk of {request.chunk_bytes} bytes"
-        )
-    workers = group.workers()
-    for worker in workers:
-        other_begin, other_end = worker.range_offset, worker.range_offset + worker.range_bytes
+    for worker in group.workers():
         if worker.rank == request.rank:
             raise NamespaceMismatch(f"rank {worker.rank} of group {group.name} is attached already (pid {worker.pid})")
+    for number, kind in enumerate(request.kinds):
+        _require_range(group, request.rank, number, kind)
+
+
+def _require_range(group: Group, rank: int, number: int, kind: store_pb2.Kind) -> None:
+    begin, end = kind.range_offset, kind.range_offset + kind.range_bytes
+    if not begin < end <= kind.chunk_bytes:
+        raise NamespaceMismatch(f"rank {rank} owns bytes {begin} to {end} of a chunk of {kind.chunk_bytes} bytes")
+    workers = group.workers()
+    for worker in workers:
+        other_begin, other_bytes = worker.ranges[number]
+        other_end = other_begin + other_bytes
         if (begin, end) != (other_begin, other_end) and begin < other_end and other_begin < end:
             raise NamespaceMismatch(
-                f"ranks {request.rank} and {worker.rank} of group {group.name} both own bytes of a chunk, but not the "
+                f"ranks {rank} and {worker.rank} of group {group.name} both own bytes of a chunk, but not the "
                 f"same: {begin} to {end} and {other_begin} to {other_end}"
             )
-    shared = any((begin, request.range_bytes) == (worker.range_offset, worker.range_bytes) for worker in workers)
-    covered = group.covered_bytes() + (0 if shared else request.range_bytes)
-    if len(workers) + 1 == group.world_size and covered != request.chunk_bytes:
+    shared = any((begin, kind.range_bytes) == worker.ranges[number] for worker in workers)
+    covered = group.covered_bytes(number) + (0 if shared else kind.range_bytes)
+    if len(workers) + 1 == group.world_size and covered != kind.chunk_bytes:
         raise NamespaceMismatch(
-            f"the {group.world_size} ranks of group {group.name} own {covered} of a chunk's {request.chunk_bytes} "
+            f"the {group.world_size} ranks of group {group.name} own {covered} of a chunk's {kind.chunk_bytes} "
             "bytes; together they must own each byte once"
         )
 
 
-def _require_well_formed(request: store_pb2.StepRequest, last_number: int) -> None:
+def _require_well_formed(request: store_pb2.StepRequest, last_number: int, kinds: int) -> None:
     if request.number != last_number + 1:
         raise ProtocolError(f"message number {request.number} after {last_number}")
     operations = (
@@ -1084,6 +1160,9 @@ def _require_well_formed(request: store_pb2.StepRequest, last_number: int) -> No
     for tenant in {commit.tenant for commit in request.commits} | {chain.tenant for chain in chains}:
         if len(tenant) != TENANT_ID_BYTES:
             raise ProtocolError(f"tenant {tenant.hex()} has {len(tenant)} bytes, not {TENANT_ID_BYTES}")
+    named = max([len(request.grants_wanted), *(chain.kind + 1 for chain in chains)])
+    if named > max(kinds, 1):  # a scheduler may ask before its workers have come
+        raise ProtocolError(f"the message names kind {named - 1} of chunks, and the group has {kinds}")
     require_keys([commit.key for commit in request.commits])
     require_keys(filter(None, [commit.parent for commit in request.commits]))
     for chain in chains:

@@ -22,6 +22,7 @@
 #include "digest.h"
 #include "index.h"
 #include "io.h"
+#include "replay.h"
 #include "slabs.h"
 #include "table.h"
 
@@ -497,6 +498,39 @@ struct PyIndex {
     Index index;
 };
 
+// ---- Replay ----
+
+struct PyReplay {
+    PyReplay(PyIndex& cpu, std::uint64_t cpu_chunks, PyIndex* fs)
+        : replay(cpu.index, cpu_chunks, fs != nullptr ? &fs->index : nullptr) {}
+    // Requests one after the other: request i is chains[ends[i - 1] .. ends[i]].
+    nb::tuple serve(const Array<std::uint64_t>& chains, const Array<std::uint64_t>& ends,
+                    const Array<std::uint32_t>& store_ends) {
+        const std::size_t count = check_equal(ends.shape(0), store_ends.shape(0), "ends and store_ends");
+        std::array<std::unique_ptr<std::uint32_t[]>, 4> columns;
+        for (auto& column : columns) column = std::make_unique<std::uint32_t[]>(count);
+        std::uint64_t begin = 0;
+        for (std::size_t i = 0; i < count; ++i) {
+            const std::uint64_t end = ends.data()[i];
+            if (end < begin || end > chains.shape(0)) {
+                throw std::invalid_argument("request " + std::to_string(i) + " goes from " + std::to_string(begin) +
+                                            " to " + std::to_string(end) + " of " + std::to_string(chains.shape(0)) +
+                                            " chunks");
+            }
+            const Served served = replay.serve(span_of(chains).subspan(begin, end - begin), store_ends.data()[i]);
+            columns[0][i] = served.hits;
+            columns[1][i] = served.fs_hits;
+            columns[2][i] = served.stored;
+            columns[3][i] = served.written;
+            begin = end;
+        }
+        return nb::make_tuple(numpy_of(std::move(columns[0]), count), numpy_of(std::move(columns[1]), count),
+                              numpy_of(std::move(columns[2]), count), numpy_of(std::move(columns[3]), count));
+    }
+
+    Replay replay;
+};
+
 void translate_system_error(const std::exception_ptr& error, void*) {
     try {
         std::rethrow_exception(error);
@@ -788,6 +822,11 @@ NB_MODULE(_native, m) {
             "tenant"_a, "nbytes"_a.none())
         .def("stats", &PyIndex::stats)
         .def("problems", [](const PyIndex& self) { return self.index.problems(); });
+
+    nb::class_<PyReplay>(m, "Replay")
+        .def(nb::init<PyIndex&, std::uint64_t, PyIndex*>(), "cpu"_a, "cpu_chunks"_a, "fs"_a.none() = nb::none(),
+             nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>())
+        .def("serve", &PyReplay::serve, "chains"_a.noconvert(), "ends"_a.noconvert(), "store_ends"_a.noconvert());
 
     bind_io(m);
     bind_cuda(m);

@@ -8,7 +8,7 @@ namespace kvstore {
 
 Ghosts::Ghosts(std::uint64_t count_max) {
     if (count_max == 0) return;
-    const std::uint64_t buckets = std::bit_ceil(count_max);
+    const std::uint64_t buckets = std::bit_ceil(2 * count_max);
     mask_ = buckets - 1;
     buckets_.reset(static_cast<std::uint32_t*>(std::calloc(buckets, sizeof(std::uint32_t))));
     if (!buckets_) throw std::bad_alloc();

@@ -1,14 +1,14 @@
 // What is remembered of chunks that are not resident: when and how often each was used, in the order of forgetting.
 //
-// One thread. Every call takes constant time; memory is 40 bytes an entry and 4 for each that is allowed at most.
+// One thread. Every call takes constant time; memory is 40 bytes an entry and 8 for each that is allowed at most.
 #pragma once
 
 #include <cstdint>
 #include <cstdlib>
-#include <deque>
 #include <memory>
 #include <optional>
 
+#include "blocks.h"
 #include "digest.h"
 
 namespace kvstore {
@@ -29,6 +29,10 @@ class Ghosts {
     // More than `count_max` work, too, but slowly. 0: none will be kept.
     explicit Ghosts(std::uint64_t count_max);
 
+    // That it will be asked for, or added, soon.
+    void prefetch(const Digest& digest) const {
+        if (buckets_) __builtin_prefetch(&buckets_.get()[digest.lo & mask_]);
+    }
     // As the newest. The digest must not be there.
     void add(const Digest& digest, const Uses& uses);
     std::optional<Uses> take(const Digest& digest);
@@ -54,7 +58,7 @@ class Ghosts {
     };
     std::uint64_t mask_ = 0;
     std::unique_ptr<std::uint32_t, Free> buckets_;  // taken page by page as they fill: growing would be a pause
-    std::deque<Entry> entries_;
+    Blocks<Entry> entries_;
     std::uint32_t free_ = NONE;
     std::uint32_t oldest_ = NONE;
     std::uint32_t newest_ = NONE;

@@ -4,6 +4,7 @@
 #include <cassert>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace kvstore {
 namespace {
@@ -103,13 +104,17 @@ std::vector<CommitCode> Index::commit(std::uint64_t group, const Id& name_space,
                                       std::uint64_t now_ms, bool is_use) {
     std::vector<CommitCode> codes;
     codes.reserve(commits.size());
-    for (const Commit& commit : commits) codes.push_back(commit_one(group, name_space, commit, now_ms, is_use));
+    Stored previous;
+    for (const Commit& commit : commits) {
+        codes.push_back(commit_one(group, name_space, commit, now_ms, is_use, previous));
+    }
     forget_if_idle(group);
     return codes;
 }
 
 CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Commit& commit, std::uint64_t now_ms,
-                             bool is_use) {
+                             bool is_use, Stored& previous) {
+    const Stored before = std::exchange(previous, {});
     if (!is_granted(group, commit.at)) {
         const std::uint32_t committed = chunk_at(commit.at);
         const bool again =
@@ -123,6 +128,7 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     if (arena_ && holds_poison(commit.at.slot)) ++poison_commit_count_;
     const Hasher hasher = hasher_for(index_key_, name_space, commit.tenant);
     const Digest digest = hasher(commit.key);
+    policy_.prefetch(digest);
     bool other = false;
     if (find(digest, name_space, commit.tenant, commit.key, &other) != NO_RECORD) {
         drop_grant(group, commit.at.slot);
@@ -133,11 +139,18 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
         drop_grant(group, commit.at.slot);
         return CommitCode::TIER_FULL;
     }
-    const bool in_lower = table_.where(digest) != Where::MISS;  // an entry without a record, as `find` said
+    const bool in_lower =
+        lower_count_ > 0 && table_.where(digest) != Where::MISS;  // an entry without a record, as `find` said
     if (in_lower) erase_lower(digest);
-    const Digest parent_digest = commit.parent.empty() ? Digest{} : hasher(commit.parent);
-    const std::uint32_t parent =
-        commit.parent.empty() ? NO_RECORD : find(parent_digest, name_space, commit.tenant, commit.parent);
+    Digest parent_digest;
+    std::uint32_t parent = NO_RECORD;
+    if (before.record != NO_RECORD && before.tenant == commit.tenant && std::ranges::equal(before.key, commit.parent)) {
+        parent_digest = before.digest;
+        parent = before.record;
+    } else if (!commit.parent.empty()) {
+        parent_digest = hasher(commit.parent);
+        parent = find(parent_digest, name_space, commit.tenant, commit.parent);
+    }
     const bool cut_off = !commit.parent.empty() && parent == NO_RECORD;
     if (Quota* quota = quota_of(commit.tenant);
         quota != nullptr && !make_room_in(*quota, class_bytes(commit.at.slot), parent, cut_off)) {
@@ -175,6 +188,7 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     leaves(record).arrive(use_class(record));
     if (parent != NO_RECORD) set_parent(number, parent);
     list(number);
+    previous = {commit.tenant, commit.key, digest, number};
     return CommitCode::STORED;
 }
 
@@ -360,7 +374,7 @@ bool Index::make_room_in_table() {
 }
 
 bool Index::make_room(std::uint64_t class_bytes, Move& move) {
-    if (!move.looked) {
+    if (!move.looked && slabs_.class_count() > 1) {
         for (const auto& slab : slabs_.slabs()) {
             if (slab && !slab->newest_known) find_newest(*slab);
         }
@@ -417,9 +431,12 @@ void Index::move_slabs(const Window& window) {
 }
 
 void Index::evict(std::uint32_t number) {
-    policy_.evicted(records_[number].digest, records_[number].uses, tick_);
+    const Digest digest = records_[number].digest;
+    const Uses uses = records_[number].uses;
+    policy_.prefetch(digest);
     if (!records_[number].in_lower) ++unwritten_eviction_count_;
     drop(number);
+    policy_.evicted(digest, uses, tick_);
     ++eviction_count_;
 }
 
@@ -542,18 +559,24 @@ void Index::touch(const Id& name_space, const Id& tenant, std::span<const Bytes>
 
 std::vector<Where> Index::lookup(const Id& name_space, const Id& tenant, std::span<const Bytes> keys) const {
     const Hasher hasher = hasher_for(index_key_, name_space, tenant);
-    std::vector<Where> found;
-    found.reserve(keys.size());
-    for (const Bytes& key : keys) {
-        const Digest digest = hasher(key);
-        if (find(digest, name_space, tenant, key) != NO_RECORD) {
-            found.push_back(Where::CPU);
-        } else {
-            const Where where = table_.where(digest);
-            found.push_back(where == Where::CPU ? Where::MISS : where);  // CPU: another key's digest
-        }
+    std::vector<Digest> digests(keys.size());
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+        digests[i] = hasher(keys[i]);
+        table_.prefetch(digests[i]);
+    }
+    std::vector<Where> found(keys.size(), Where::CPU);
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+        if (find(digests[i], name_space, tenant, keys[i]) != NO_RECORD) continue;
+        const Where where = lower_count_ > 0 ? table_.where(digests[i]) : Where::MISS;
+        found[i] = where == Where::CPU ? Where::MISS : where;  // CPU: another key's digest
     }
     return found;
+}
+
+std::optional<Ref> Index::place_of(const Id& name_space, const Id& tenant, Bytes key) const {
+    const std::uint32_t number = find(hasher_for(index_key_, name_space, tenant)(key), name_space, tenant, key);
+    if (number == NO_RECORD) return std::nullopt;
+    return records_[number].at;
 }
 
 // ---- What lower tiers hold ----

@@ -41,6 +41,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "blocks.h"
 #include "digest.h"
 #include "policy.h"
 #include "slabs.h"
@@ -179,6 +180,7 @@ class Index {
     void touch(const Id& name_space, const Id& tenant, std::span<const Bytes> keys, std::uint64_t now_ms,
                std::size_t again = 0);
     std::vector<Where> lookup(const Id& name_space, const Id& tenant, std::span<const Bytes> keys) const;
+    std::optional<Ref> place_of(const Id& name_space, const Id& tenant, Bytes key) const;
 
     Removal begin_removal(const Selection& what, std::uint64_t bytes_wanted, bool dry_run);
     // True: done. A step is about a microsecond: a record looked at, or a chunk that loses its parent.
@@ -260,8 +262,15 @@ class Index {
         Selection what;
     };
 
+    // The chunk that the commit before this one, in the same call, has stored: most often the parent of the next.
+    struct Stored {
+        Id tenant;
+        Bytes key;
+        Digest digest;
+        std::uint32_t record = NO_RECORD;  // none
+    };
     CommitCode commit_one(std::uint64_t group, const Id& name_space, const Commit& commit, std::uint64_t now_ms,
-                          bool is_use);
+                          bool is_use, Stored& previous);
     bool removed_since(std::uint32_t epoch, const Id& name_space, const Id& tenant) const;
     // The record of exactly this key, or NO_RECORD; `other` says whether its digest belongs to another key.
     std::uint32_t find(const Digest& digest, const Id& name_space, const Id& tenant, Bytes key,
@@ -325,7 +334,7 @@ class Index {
     TableWriter table_;
     Slabs slabs_;
     std::uint64_t chunks_max_;  // with grants: what the table takes and still finds a place for nearly every new one
-    std::deque<Record> records_;
+    Blocks<Record> records_;
     std::vector<std::uint32_t> free_records_;
     Policy policy_;
     std::map<std::uint64_t, Leaves> leaves_;           // by class_bytes

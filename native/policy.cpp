@@ -200,16 +200,19 @@ std::optional<Victim> Policy::victim(const Leaves& leaves, std::uint64_t now) co
 std::optional<Victim> Policy::least_rank(const Leaves& leaves, std::uint64_t now, std::uint64_t untouched_for) const {
     std::optional<Victim> least;
     if (now < untouched_for) return least;
-    const Leaf newest_allowed{now - untouched_for, UINT32_MAX};
+    const std::uint64_t newest_allowed = now - untouched_for;
     const auto consider = [&](const Leaf& leaf, unsigned use_class) {
         const Victim candidate{true, rank(leaf, use_class, now), leaf.tick, leaf.record};
         if (!least || candidate < *least) least = candidate;
     };
     for (unsigned c = 0; c < USE_CLASSES; ++c) {
         const std::set<Leaf>& set = leaves.of_class(c);
-        if (set.empty() || *set.begin() > newest_allowed) continue;
+        if (set.empty() || set.begin()->tick > newest_allowed) continue;
         consider(*set.begin(), c);
-        if (rule_ != Rule::LRU) consider(*std::prev(set.upper_bound(newest_allowed)), c);
+        if (rule_ == Rule::LRU) continue;
+        auto newest = std::prev(set.end());
+        while (newest->tick > newest_allowed) --newest;  // at most one leaf for each of those ticks
+        consider(*newest, c);
     }
     return least;
 }

@@ -95,6 +95,8 @@ class Policy {
     // Which set of `Leaves` a chunk belongs to.
     unsigned use_class(std::uint32_t uses) const;
 
+    // That one of the calls below will name it soon.
+    void prefetch(const Digest& digest) const { ghosts_.prefetch(digest); }
     // A chunk becomes resident; it goes on counting where it left off. `is_use`: because a request brought it.
     Uses arrived(const Digest& digest, std::uint64_t now, bool is_use);
     void used(const Digest& digest, Uses& uses, std::uint64_t now);

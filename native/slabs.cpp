@@ -5,6 +5,7 @@
 #include <limits>
 #include <stdexcept>
 #include <unordered_set>
+#include <utility>
 
 #include "arena.h"
 
@@ -50,6 +51,7 @@ Slabs::Slabs(std::uint64_t arena_bytes, std::uint64_t unit_bytes)
       unit_bytes_(unit_bytes),
       slots_per_unit_(static_cast<std::uint32_t>(unit_bytes / SLOT_ALIGNMENT)),
       owner_((arena_bytes + unit_bytes - 1) / unit_bytes, NO_UNIT),
+      free_units_(owner_.size()),
       slabs_(owner_.size()) {}
 
 std::uint64_t Slabs::run_bytes(std::uint32_t first_unit, std::uint32_t units) const {
@@ -125,6 +127,7 @@ bool Slabs::fits(std::uint32_t first_unit, std::uint32_t units, std::uint64_t cl
 
 // The first free run of the class's length; where there is none, the longest shorter one that holds at least a chunk.
 bool Slabs::add_slab(std::uint64_t class_bytes, Class& known) {
+    if (free_units_ == 0) return false;
     std::uint32_t best_first = 0;
     std::uint32_t best_units = 0;
     for (std::uint32_t first = 0; first < owner_.size() && best_units < known.run_units;) {
@@ -145,6 +148,7 @@ bool Slabs::add_slab(std::uint64_t class_bytes, Class& known) {
     slab->slots.resize(run_bytes(best_first, best_units) / class_bytes);
     assert(slab->slots.size() <= slots_per_unit_);
     std::fill_n(owner_.begin() + best_first, best_units, best_first);
+    free_units_ -= best_units;
     known.open.push_back(best_first);
     slabs_[best_first] = std::move(slab);
     return true;
@@ -199,6 +203,7 @@ void Slabs::dissolve(std::uint32_t first_unit) {
     std::erase_if(known.free, [this, first_unit](std::uint32_t slot) { return slot / slots_per_unit_ == first_unit; });
     std::erase(known.open, first_unit);
     std::fill_n(owner_.begin() + first_unit, slab.units, NO_UNIT);
+    free_units_ += slab.units;
     slabs_[first_unit].reset();
 }
 
@@ -262,6 +267,9 @@ std::vector<std::string> Slabs::problems() const {
         }
     }
     if (owner != owner_) problems.push_back("units and slabs disagree about who owns which");
+    if (std::cmp_not_equal(std::count(owner_.begin(), owner_.end(), NO_UNIT), free_units_)) {
+        problems.push_back(std::to_string(free_units_) + " units are said to be free, which is not so");
+    }
     for (const auto& [class_bytes, known] : classes_) {
         const std::string name = "the class of " + std::to_string(class_bytes) + " bytes";
         std::unordered_set<std::uint32_t> seen;

@@ -66,6 +66,7 @@ class Slabs {
     std::optional<std::uint32_t> take(std::uint64_t class_bytes);
     // The slot's holder becomes NOBODY; it is handed out again after all that were free before it.
     void give_back(std::uint32_t slot);
+    std::size_t class_count() const { return classes_.size(); }
     // Units of other classes' slabs, without grants and leases, whose newest chunk is the oldest; every slab's `newest`
     // must be known. All slabs that reach into it would have to be dissolved.
     std::optional<Window> oldest_window(std::uint64_t class_bytes) const;
@@ -107,6 +108,7 @@ class Slabs {
     std::uint32_t slots_per_unit_;
     std::uint64_t prefaulted_bytes_ = 0;
     std::vector<std::uint32_t> owner_;  // by unit: the first unit of its slab, or NO_UNIT
+    std::size_t free_units_;
     std::vector<std::unique_ptr<Slab>> slabs_;
     std::map<std::uint64_t, Class> classes_;  // by class_bytes
 };

@@ -243,6 +243,12 @@ std::optional<TableWriter::Place> TableWriter::place_of(const Digest& digest) co
     return std::nullopt;
 }
 
+void TableWriter::prefetch(const Digest& digest) const {
+    const auto* bucket = reinterpret_cast<const char*>(&buckets_[home(digest)]);
+    __builtin_prefetch(bucket);
+    __builtin_prefetch(bucket + 64);
+}
+
 std::uint32_t TableWriter::find(const Digest& digest) const {
     const auto place = place_of(digest);
     return place ? buckets_[place->bucket].record[place->index].load(std::memory_order_relaxed) : NO_RECORD;

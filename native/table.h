@@ -135,6 +135,7 @@ class TableWriter {
     void heartbeat() { header_->heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed); }
     void set_ready(std::uint64_t nbytes) { header_->ready_bytes.store(nbytes, std::memory_order_relaxed); }
 
+    void prefetch(const Digest& digest) const;
     // The record that `insert` was given, or NO_RECORD.
     std::uint32_t find(const Digest& digest) const;
     // The records in all places where `insert` would look.

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from kvstore.cli import calibrate, check, evict, explain, gc, ls, plan, quota, serve, stats
+from kvstore.cli import calibrate, check, evict, explain, gc, ls, plan, quota, serve, simulate, stats
 
 app = typer.Typer(
     name="kvstore",
@@ -27,6 +27,7 @@ app.command("gc")(gc.gc)
 app.add_typer(quota.quota, name="quota")
 app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 
 
 def main() -> None:

@@ -1,10 +1,12 @@
-"""`kvstore explain`: why a request hit, missed, was loaded or recomputed, and what became of a key."""
+"""`kvstore explain`: why a request hit, missed, was loaded or recomputed, what became of a key, why two engines
+that should share chunks do not."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, cast
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from kvstore import admin
 from kvstore.cli.output import Endpoint, Json, print_json, reported
@@ -28,15 +30,25 @@ _WHY = {
 
 def explain(
     about: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="REQUEST|KEY", help="A request's id or how it begins, or a key in hex (8 bytes or more)."
+            metavar="[REQUEST|KEY]", help="A request's id or how it begins, or a key in hex (8 bytes or more)."
         ),
-    ],
+    ] = None,
+    namespaces: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A B", help="Two namespaces' ids, or how they begin: in which fields they differ."),
+    ] = None,
     endpoint: Endpoint = None,
     json: Json = False,
 ) -> None:
-    """Say why a request was loaded or recomputed, stored or not, or what became of a key."""
+    """Say why a request was loaded or recomputed, stored or not, what became of a key, or how two namespaces differ."""
+    if (about is None) == (namespaces is None):
+        raise typer.BadParameter("name a request or a key, or two namespaces with --namespaces A B")
+    if namespaces is not None:
+        _compare(*namespaces, endpoint=endpoint, json=json)
+        return
+    assert about is not None
     with reported(endpoint, as_json=json) as where:
         found = admin.explain(where, about)
         if not found["decisions"] and not found["keys"]:
@@ -98,3 +110,22 @@ def _store(decision: Mapping[str, object], why: str) -> list[str]:
 
 def _ms(seconds: object) -> str:
     return f"{float(cast('float', seconds)) * 1000:,.1f} ms"
+
+
+def _compare(one: str, other: str, *, endpoint: str | None, json: bool) -> None:
+    with reported(endpoint, as_json=json) as where:
+        found = admin.compare(where, one, other)
+    if json:
+        print_json(found)
+    else:
+        Console().print(_differences(found))
+
+
+def _differences(found: Mapping[str, object]) -> Table | str:
+    differences = cast("Sequence[Mapping[str, object]]", found["differences"])
+    if not differences:
+        return f"{found['one']} is one namespace: its engines share their chunks"
+    table = Table("field", str(found["one"]), str(found["other"]))
+    for row in differences:
+        table.add_row(str(row["field"]), str(row["one"]), str(row["other"]))
+    return table

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
@@ -76,7 +76,8 @@ def _table(noun: Noun, rows: _Rows) -> Table:
         case Noun.SESSIONS:
             table = Table("role", "group", "pid", "uid", "rank", "namespace")
             for row in rows:
-                table.add_row(*(str(row[name]) for name in ("role", "group", "pid", "uid", "rank", "namespace_id")))
+                who = (str(row[name]) for name in ("role", "group", "pid", "uid", "rank"))
+                table.add_row(*who, "\n".join(cast("list[str]", row["namespace_ids"])))
         case Noun.CHUNKS:
             table = Table("namespace", "tenant", "key", "tier", "size", "idle", "pinned")
             for row in rows:

@@ -43,7 +43,7 @@ def plan(
     with reported(None, as_json=json):
         found = _plan(
             config, engine_log, gpu, tp, kv_dtype, state_slots, tokens_per_s, new_share,
-            _size("--cpu-bytes", cpu_bytes), _size("--fs-bytes", fs_bytes), _size("--drive-bytes", drive_bytes),
+            size_of("--cpu-bytes", cpu_bytes), size_of("--fs-bytes", fs_bytes), size_of("--drive-bytes", drive_bytes),
         )  # fmt: skip
         if plot is not None:
             _draw(found, plot)
@@ -70,13 +70,13 @@ def _plan(
         raise ConfigurationError("nothing to plan from; give --config config.json, --engine-log FILE, or both")
     if tokens_per_s is not None and not tokens_per_s > 0:
         raise ConfigurationError(f"--tokens-per-s is a rate above 0, not {tokens_per_s}")
-    log = planning.read_engine_log(_read(engine_log)) if engine_log is not None else None
+    log = planning.read_engine_log(read(engine_log)) if engine_log is not None else None
     tp_size = tp or (log.tp_size if log is not None else 1)
     layout: planning.Layout | None = None
     if config is not None:
         dtype = kv_dtype or (log.kv_dtype if log is not None and log.kv_dtype in planning.KV_DTYPES else "auto")
         layout = planning.layout_from_config(
-            _read_config(config), kv_dtype=dtype, tp_size=tp_size, state_slots=state_slots
+            read_config(config), kv_dtype=dtype, tp_size=tp_size, state_slots=state_slots
         )
     if log is not None:
         layout = planning.layout_from_log(log, layout, profiles.geometry_of(log.model) if log.model else None)
@@ -105,7 +105,7 @@ def _plan(
     )
 
 
-def _size(flag: str, value: str | None) -> int | None:
+def size_of(flag: str, value: str | None) -> int | None:
     if value is None:
         return None
     try:
@@ -117,17 +117,17 @@ def _size(flag: str, value: str | None) -> int | None:
     return size
 
 
-def _read(path: Path) -> str:
+def read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _read_config(path: Path) -> dict[str, object]:
+def read_config(path: Path) -> dict[str, object]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json_module.loads(_read(file))
+        config = json_module.loads(read(file))
     except ValueError as error:
         raise ConfigurationError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):

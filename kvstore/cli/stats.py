@@ -39,13 +39,14 @@ def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
         tiers.add_row(tier.name, *map(decimal, sizes), *map(str, counts))
     console.print(tiers)
     for tier in reply.tiers:
-        if tier.sick or tier.dropped_stores:
+        if tier.sick or tier.dropped_stores or tier.quarantined_slots:
             state = f"sick: {tier.sick}" if tier.sick else "well"
-            console.print(f"{tier.name}: {state}; {tier.dropped_stores} stores dropped so far", highlight=False)
+            lost = f"{tier.dropped_stores} stores dropped, {tier.quarantined_slots} slots quarantined"
+            console.print(f"{tier.name}: {state}; {lost} so far", highlight=False)
     sessions = Table("role", "group", "pid", "uid", "rank", "namespace")
     for session in reply.sessions:
         sessions.add_row(
             session.role, session.group, str(session.pid), str(session.uid), str(session.rank),
-            session.namespace_id.hex(),
+            "\n".join(namespace.hex() for namespace in session.namespace_ids),
         )  # fmt: skip
     console.print(sessions)

@@ -12,9 +12,10 @@ What orders them
     write       slot taken -> header and payload in one write -> held, STORED -> index record with the next commit
     evict       out of the catalog -> commit without the record -> slot free.        So a record in the index always
                 points at a slot that nobody has written to since, and a kill makes no index lie.
-    remove      out of the catalog, running writes doomed -> commit -> headers zeroed and synced -> reported.
-                Zeroed are also free slots that still bear a header of what is removed (`ghosts`: an eviction leaves it
-                there, a failed write may have), and what a running write was going to overwrite, should it fail.
+    remove      running writes doomed, out of reach -> out of the catalog -> commit -> headers zeroed and synced ->
+                reported (fs_removal). Zeroed are also free slots that still bear a header of what is removed (`ghosts`:
+                an eviction leaves it there, a failed write may have), and what a running write was going to overwrite,
+                should it fail.
     retire      all chunks of a slab out of the catalog -> commit -> another epoch in its header, synced -> unlinked
     stop        I/O has returned -> last commit -> ghosts zeroed -> LMDB synced -> STATE says clean
 A slot with I/O is neither freed, evicted nor rewritten until that I/O has returned: a write's slot is `taken`, a read's
@@ -87,8 +88,9 @@ from kvstore.tiers.fs_index import IndexUnusable
 from kvstore.tiers.fs_journal import Journal
 from kvstore.tiers.fs_paths import STATE
 from kvstore.tiers.fs_recovery import Cancelled, Recovered, Recovery
+from kvstore.tiers.fs_removal import Removal, Removals
 from kvstore.tiers.fs_scrub import Scrub, Sleep
-from kvstore.tiers.fs_worker import Failure, Worker
+from kvstore.tiers.fs_worker import Failure, Worker, said
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +100,6 @@ TICK_S = 1.0
 TICKS_BETWEEN_FOREIGN = 30  # adding up other people's files costs a stat each
 GROWTH_RETRY_S = 1.0  # after a slab could not be made, evicting is preferred for so long
 READ_FAILURES_MAX = 3  # in a row: then it is the disk, not a chunk
-SLOTS_ZEROED_ONE_BY_ONE_MAX = 8  # more, and all that a slab holds: its epoch is raised instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,19 +159,6 @@ class _Look:
 
 
 @dataclass(eq=False, slots=True)
-class _Removal:
-    """One at a time is being made to last; the others wait, though what they cover is out of reach already."""
-
-    scope: Scope
-    done: Callable[[Removed], None]
-    places: dict[Place, frozenset[ChunkId]] = field(default_factory=dict)  # to be zeroed, with whose headers
-    waits_for: int = 0  # reads and writes that must return first
-    has_ghosts: bool = False  # they have been added
-    chunks: int = 0
-    nbytes: int = 0
-
-
-@dataclass(eq=False, slots=True)
 class _Write:
     chunk: ChunkId
     memory: Memory
@@ -184,8 +172,8 @@ class _Write:
     place: Place | None = None
     sequence: int = 0
     ghosts: frozenset[ChunkId] = frozenset()  # whose headers lay in the slot before
-    doomed_by: _Removal | None = None
-    watched_by: _Removal | None = None  # which covers a ghost in the slot
+    doomed_by: Removal | None = None
+    watched_by: Removal | None = None  # which covers a ghost in the slot
 
 
 @dataclass(eq=False, slots=True)
@@ -253,7 +241,6 @@ class FsTier:
         self._writes_total = 0  # the doomed included
         self._queues: dict[int, _Queue] = {}
         self._on_last_reader: dict[Entry, Callable[[], None]] = {}  # of forgotten chunks
-        self._removals: deque[_Removal] = deque()
 
         self._read_health = Health(READ_FAILURES_MAX)
         self._write_health = Health(1)
@@ -303,7 +290,7 @@ class FsTier:
         if isinstance(result, Cancelled):
             return
         if not isinstance(result, Recovered):
-            self._recovery_error = f"{self._directory.path} could not be read: {_said(result)}"
+            self._recovery_error = f"{self._directory.path} could not be read: {said(result)}"
             log.error("%s; trying again", self._recovery_error)
             return
         self._recovery_error = None
@@ -313,6 +300,19 @@ class FsTier:
             self._catalog.set_quota(tenant, nbytes)
         self._journal = Journal(result, self._directory, self._worker, self._options.commit_interval_s, self._step)
         self._opening = result.opening
+        self._removals = Removals(
+            self._catalog,
+            self._journal,
+            self._directory,
+            self._worker,
+            self._loop,
+            self._step,
+            running=self._running_writes,
+            on_last_reader=self._on_last_reader,
+            next_epoch=self._next_epoch,
+            on_failure=self._write_failed,
+            on_end=self._removal_ended,
+        )
         self._ready.set()
         log.info(
             "%s: %d chunks in %d slabs, %s",
@@ -386,7 +386,7 @@ class FsTier:
                     self._directory.write_small(STATE, replace(self._opening, clean=True).encode())
             except OSError as error:
                 # The next start reads the headers, or finds the index as of the last commit.
-                log.warning("%s: no clean stop: %s", self._directory.path, _said(error))
+                log.warning("%s: no clean stop: %s", self._directory.path, said(error))
 
         return stop
 
@@ -394,14 +394,17 @@ class FsTier:
         """While closing: whether everything that was begun has ended."""
         if self._quiet is None or self._quiet.done():
             return
-        busy = self._running or self._removals or self._worker.outstanding
-        if not busy and (not self._ready.is_set() or self._journal.is_quiet):
+        busy = self._running or self._worker.outstanding
+        if not busy and (not self._ready.is_set() or (self._journal.is_quiet and self._removals.is_idle)):
             self._quiet.set_result(None)
 
     # Questions
 
     def contains(self, chunk: ChunkId) -> bool:
-        return chunk in self._catalog.entries
+        return self._find(chunk) is not None
+
+    def _find(self, chunk: ChunkId) -> Entry | None:
+        return self._removals.find(chunk) if self._ready.is_set() else None
 
     def chunks(self) -> Iterator[tuple[ChunkId, int]]:
         """Every chunk and its slot's bytes, oldest first. No call of the tier may come between."""
@@ -478,7 +481,7 @@ class FsTier:
     def _refusal(self, chunk: ChunkId) -> WriteOutcome | None:
         if self._closing:
             return WriteOutcome.ABORTED
-        if chunk in self._catalog.entries or chunk in self._writes:
+        if self.contains(chunk) or chunk in self._writes:
             return WriteOutcome.PRESENT
         if not self._ready.is_set() or self._directory_lost is not None:
             return WriteOutcome.SICK
@@ -618,17 +621,17 @@ class FsTier:
             # The removal that is under way zeroes the slot; a later one then finds it zeroed.
             first = write.watched_by or write.doomed_by
             if write.doomed_by is not first:
-                self._one_less(write.doomed_by)
-            self._hand_over(first, place, headers)
+                self._removals.one_less(write.doomed_by)
+            self._removals.hand_over(first, place, headers)
             self._end_write(write, WriteOutcome.ABORTED)
             return
         if write.watched_by is not None:
             removal, write.watched_by = write.watched_by, None
             if error:
-                self._hand_over(removal, place, headers)
+                self._removals.hand_over(removal, place, headers)
                 self._write_went_wrong(write, place, error)
                 return
-            self._one_less(removal)
+            self._removals.one_less(removal)
         if error:
             self._catalog.free(place, headers)
             self._write_went_wrong(write, place, error)
@@ -693,7 +696,7 @@ class FsTier:
 
     def read(self, chunk: ChunkId, memory: Memory, done: ReadDone, released: Released) -> None:
         _check_aligned(memory)
-        entry = self._catalog.entries.get(chunk)
+        entry = self._find(chunk)
         refusal: ReadOutcome | None = None
         if entry is None or self._closing:
             refusal = ReadOutcome.ABSENT
@@ -878,8 +881,8 @@ class FsTier:
                 queue.gave_up_a_slab = False
                 self._no_growth_until_s = 0.0
             else:
-                log.warning("%s: a slab of %d bytes: %s", self._directory.path, header.file_bytes, _said(result))
-                queue.growth_error = f"making room: {_said(result)}"
+                log.warning("%s: a slab of %d bytes: %s", self._directory.path, header.file_bytes, said(result))
+                queue.growth_error = f"making room: {said(result)}"
                 self._no_growth_until_s = self._clock() + GROWTH_RETRY_S
                 if isinstance(result, IndexUnusable):
                     self._journal.failed(result)
@@ -903,8 +906,8 @@ class FsTier:
                 catalog.barred_numbers.discard(slab.number)
             else:
                 # Its bytes stay charged and its number stays taken, until the next start.
-                log.error("%s: slab %d cannot be removed: %s", self._directory.path, slab.number, _said(result))
-                self._write_failed(f"removing a slab: {_said(result)}")
+                log.error("%s: slab %d cannot be removed: %s", self._directory.path, slab.number, said(result))
+                self._write_failed(f"removing a slab: {said(result)}")
             then()
 
         remove = partial(self._directory.remove_slab, slab.fd, header)
@@ -923,18 +926,7 @@ class FsTier:
         if not self._ready.is_set():
             self._when_ready.append(lambda: self.remove(scope, done))
             return
-        removal = _Removal(scope, done)
-        for entry in self._covered(scope):
-            removal.chunks += 1
-            removal.nbytes += entry.slot_bytes
-            place = self._catalog.forget(entry)
-            self._journal.forget(entry)
-            headers = frozenset({entry.chunk})
-            if entry.readers:
-                removal.waits_for += 1
-                self._on_last_reader[entry] = partial(self._hand_over, removal, place, headers)
-            else:
-                removal.places[place] = headers
+        removal = self._removals.begin(scope, done)
         for write in [write for write in self._writes.values() if scope.covers(write.chunk)]:
             if write.place is None:
                 self._queues[write.slot_bytes].waiting.remove(write)
@@ -942,86 +934,18 @@ class FsTier:
             else:
                 # From here on another write of the same chunk is a new one.
                 del self._writes[write.chunk]
-        for request in self._running.values():
+        for running in self._running_writes():
             # Those that were given up as late are among them: their bytes may land yet.
-            if isinstance(request, _Write) and request.doomed_by is None and scope.covers(request.chunk):
-                request.doomed_by = removal
+            if running.doomed_by is None and scope.covers(running.chunk):
+                running.doomed_by = removal
                 removal.waits_for += 1
-        self._removals.append(removal)
-        if len(self._removals) == 1:
-            self._begin_removal()
 
-    def _covered(self, scope: Scope) -> list[Entry]:
-        entries = self._catalog.entries
-        if scope.chunks is not None:
-            return [entries[chunk] for chunk in scope.chunks if chunk in entries and scope.covers(chunk)]
-        return [entry for chunk, entry in entries.items() if scope.covers(chunk)]
-
-    def _begin_removal(self) -> None:
-        # What was evicted before is free by the time this commit is done, with its ghosts.
-        self._journal.after_commit(partial(self._add_ghosts, self._removals[0]))
-
-    def _add_ghosts(self, removal: _Removal) -> None:
-        ghosts = {
-            place: headers
-            for place, headers in self._catalog.free_ghosts()
-            if any(removal.scope.covers(chunk) for chunk in headers)
-        }
-        self._catalog.take(ghosts)
-        removal.places |= ghosts
-        for write in self._running.values():
-            if isinstance(write, _Write) and any(removal.scope.covers(chunk) for chunk in write.ghosts):
-                write.watched_by = removal
-                removal.waits_for += 1
-        removal.has_ghosts = True
-        self._make_it_last(removal)
-
-    def _hand_over(self, removal: _Removal, place: Place, headers: frozenset[ChunkId]) -> None:
-        removal.places[place] = headers
-        self._one_less(removal)
-
-    def _one_less(self, removal: _Removal) -> None:
-        removal.waits_for -= 1
-        self._make_it_last(removal)
-
-    def _make_it_last(self, removal: _Removal) -> None:
-        if removal.waits_for or not removal.has_ghosts:
-            return
-        slots: dict[Slab, list[int]] = {}
-        for place in removal.places:
-            slots.setdefault(place.slab, []).append(place.slot)
-        forget = []
-        for slab, covered in list(slots.items()):
-            whole = not slab.held and not slab.reading and slab.taken == len(covered)
-            if whole and len(covered) > SLOTS_ZEROED_ONE_BY_ONE_MAX:
-                del slots[slab]
-                slab.ghosts.clear()
-                forget.append((slab.fd, self._next_epoch(slab)))
-
-        def zero() -> None:
-            self._step("removing")
-            self._directory.settle()
-            for fd, header in forget:
-                self._directory.forget_slab(fd, header)
-            for slab, covered in slots.items():
-                self._directory.zero_slots(slab.fd, covered, slab.slot_bytes)
-            self._step("removed")
-
-        self._worker.run(zero, partial(self._removal_done, removal))
-
-    def _removal_done(self, removal: _Removal, result: Failure | None) -> None:
-        failed = None if result is None else _said(result)
-        if failed is not None:
-            log.error("%s: a removal may not last: %s", self._directory.path, failed)
-            self._write_failed(f"removing: {failed}")
-        for place, headers in removal.places.items():
-            self._catalog.free(place, headers if failed else frozenset())
-        self._loop.call_soon(removal.done, Removed(removal.chunks, removal.nbytes, failed))
-        assert self._removals[0] is removal
-        self._removals.popleft()
-        if self._removals:
-            self._begin_removal()
+    def _removal_ended(self) -> None:
         self._pump_all()
+        self._look_quiet()
+
+    def _running_writes(self) -> list[_Write]:
+        return [request for request in self._running.values() if isinstance(request, _Write)]
 
     def _discard(self, entry: Entry, *, quarantine: bool) -> None:
         """Forgets a chunk whose bytes are not right. A quarantined slot is not used again in this run."""
@@ -1090,7 +1014,7 @@ class FsTier:
 
     def _looked(self, look: _Look | Failure) -> None:
         self._looking = False
-        lost = look.lost if isinstance(look, _Look) else f"{self._directory.path}: {_said(look)}"
+        lost = look.lost if isinstance(look, _Look) else f"{self._directory.path}: {said(look)}"
         if lost != self._directory_lost:
             log.warning("%s", f"stores are refused for now: {lost}" if lost else f"{self._directory.path} is back")
         self._directory_lost = lost
@@ -1211,7 +1135,3 @@ def _why_not(entry: Entry, done: IoDone) -> str | None:
 def _check_aligned(memory: Memory) -> None:
     if memory.address % BLOCK_BYTES or memory.nbytes <= 0:
         raise ValueError(f"{memory.nbytes} bytes at {memory.address:#x}: at least 1, at a multiple of {BLOCK_BYTES}")
-
-
-def _said(error: Failure) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

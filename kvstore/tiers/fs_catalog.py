@@ -320,11 +320,11 @@ class Catalog:
 
     def free_ghosts(self) -> Iterator[tuple[Place, frozenset[ChunkId]]]:
         """Free slots that may bear a header, with whose."""
-        for slab in self.slabs.values():
-            if slab.ghosts:
-                for place in slab.size_class.free:
-                    if place.slab is slab and place.slot in slab.ghosts:
-                        yield place, slab.ghosts[place.slot]
+        for size_class in self.classes.values():
+            for place in size_class.free:
+                headers = place.slab.ghosts.get(place.slot)
+                if headers is not None:
+                    yield place, headers
 
     # Chunks
 

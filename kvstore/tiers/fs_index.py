@@ -8,7 +8,8 @@ A damaged LMDB file does not raise, it kills whoever maps it. So a child process
 first; its death, its silence and its complaint all mean the same: rebuild. What remains is a file that somebody else
 truncates while it is in use.
 
-One record a chunk: b"c" + namespace + tenant + key -> slab, slot, sequence, payload bytes, tick, proven.
+One record a chunk: b"c" + namespace + tenant + key -> slab, slot, sequence, payload bytes, tick, proven. The tick is
+when it was last used, in microseconds of the wall clock, or less where a rebuild did not know.
 One record b"m": version, complete, sequence, chunks, payload bytes, opening, directory. A walk adds up to the last two
 counts, or the file is unusable.
 """

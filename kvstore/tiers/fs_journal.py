@@ -54,6 +54,11 @@ class Journal:
             self._complete = False
             self._retry_at_s = 0.0
 
+    @property
+    def sequence(self) -> int:
+        """The last one that was given out."""
+        return self._sequence
+
     def next_sequence(self) -> int:
         self._sequence += 1
         return self._sequence

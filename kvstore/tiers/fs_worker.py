@@ -20,6 +20,10 @@ Failure = OSError | KVStoreError
 _Job = Callable[[], Callable[[], None]]  # runs in the thread; what it returns runs on the loop
 
 
+def said(error: Failure) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
 class Worker:
     """`after_each` is called on the loop after every job's `then`."""
 

@@ -37,6 +37,7 @@ class CpuAdapter:
         self._cpu = CpuTier(
             cpu_bytes=arena_bytes, index_bytes=None, index_key=key, instance_id=instance, verify=True,
             lower_bytes=1 << 30,
+            eviction_policy="lru",
         )  # fmt: skip
         self._cpu.set_ready(self._cpu.arena_bytes)
         self._index = self._cpu.index

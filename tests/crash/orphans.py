@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore._native import slot_offset
 from kvstore.client import StoreClient
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.steps import Steps
 from tests.crash.chunks import CHUNK_BYTES, NAMESPACE, SALT, SEED, SLOT_BYTES, content, key
 
@@ -38,9 +38,7 @@ def holding_scheduler(endpoint: str, pipe: Connection, slots: int, a_child_holds
 
 def writing_worker(endpoint: str, pipe: Connection) -> None:
     """Writes to the slots it is told for as long as it lives: a copy that does not end."""
-    attachment = Attachment(
-        role=Role.WORKER, namespace=NAMESPACE, chunk_bytes=CHUNK_BYTES, range_bytes=CHUNK_BYTES, **WORLD
-    )
+    attachment = Attachment(role=Role.WORKER, kinds=(Kind(NAMESPACE, CHUNK_BYTES, 0, CHUNK_BYTES),), **WORLD)
     session = Session.attach(endpoint, attachment)
     pipe.send("attached")
     refs = pipe.recv()
@@ -86,7 +84,7 @@ def same_keys_reader(endpoint: str, pipe: Connection, rounds: int, keys_per_roun
 
 def leasing_client(endpoint: str, pipe: Connection, chunks: int) -> None:
     """Stores chunks, leases each, and lives on."""
-    attachment = Attachment(role=Role.CLIENT, hash_seed=SEED, namespace=NAMESPACE, chunk_bytes=CHUNK_BYTES)
+    attachment = Attachment(role=Role.CLIENT, hash_seed=SEED, kinds=(Kind(NAMESPACE, CHUNK_BYTES),))
     session = Session.attach(endpoint, attachment)
     with _client(endpoint) as client:
         keys = [key(number) for number in range(chunks)]

@@ -26,7 +26,7 @@ from kvstore._native import CPU, Arena, Copier, Table, slot_offset
 from kvstore.client import Loaded, StoreClient
 from kvstore.errors import Unavailable
 from kvstore.limits import HEARTBEAT_STALE_MS
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.steps import Steps
 from tests.crash.chunks import (
     CHAINS,
@@ -155,7 +155,7 @@ def _next_job(number: int, attached: Attached, chunks: list[int], rnd: random.Ra
     session, steps = attached.session, attached.steps
     chunks = chunks[: rnd.randint(1, CHUNKS_PER_CHAIN)]
     tenant, keys = session.tenant_id(SALT), [key(chunk) for chunk in chunks]
-    codes, slots, generations = session.table.lookup(steps.group.namespace_id, tenant, keys)
+    codes, slots, generations = session.table.lookup(steps.group.kinds[0].namespace_id, tenant, keys)
     hits = next((i for i, code in enumerate(codes) if code != CPU), len(codes))
     if hits and (hits == len(keys) or rnd.random() < 0.5):
         refs = list(zip(slots[:hits].tolist(), generations[:hits].tolist(), strict=True))
@@ -165,7 +165,7 @@ def _next_job(number: int, attached: Attached, chunks: list[int], rnd: random.Ra
         steps.touch(tenant, keys[:hits])
         return Job(number, False, session.instance_id, chunks[:hits], refs)
     steps.miss(len(keys) - hits)
-    missing = len(keys) - steps.grants_free - steps.grants_coming
+    missing = len(keys) - steps.grants_free() - steps.grants_coming()
     if missing > 0:
         steps.want_grants(missing)
     if session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
@@ -217,8 +217,8 @@ def worker(endpoint: str, group: str, pipe: Connection, folder: Path, row: int) 
     link = Link(
         endpoint,
         Attachment(
-            role=Role.WORKER, hash_seed=SEED, group=group, namespace=NAMESPACE, chunk_bytes=CHUNK_BYTES,
-            range_bytes=CHUNK_BYTES,
+            role=Role.WORKER, hash_seed=SEED, group=group,
+            kinds=(Kind(NAMESPACE, CHUNK_BYTES, 0, CHUNK_BYTES),),
         ),
         on_attached=on_attached,
         on_detached=lambda mapped: copier.remove_region(mapped.arena.address),

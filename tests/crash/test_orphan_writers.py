@@ -15,7 +15,7 @@ import pytest
 
 from kvstore._native import slot_offset
 from kvstore.client import StoreClient, Stored
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.testing import Daemon, running_daemon
 from tests.crash import orphans
 from tests.crash.chunks import CHUNK_BYTES, CPU_BYTES, NAMESPACE, SALT, SEED, SLOT_BYTES, content, key
@@ -87,7 +87,7 @@ class Intruder:
 
 def watching(daemon: Daemon) -> Session:
     """A process's view of table and arena, for the test's own eyes."""
-    attachment = Attachment(role=Role.CLIENT, hash_seed=SEED, namespace=NAMESPACE, chunk_bytes=CHUNK_BYTES)
+    attachment = Attachment(role=Role.CLIENT, hash_seed=SEED, kinds=(Kind(NAMESPACE, CHUNK_BYTES),))
     return Session.attach(daemon.endpoint, attachment)
 
 

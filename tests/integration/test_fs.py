@@ -20,6 +20,7 @@ from kvstore import admin
 from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
 from kvstore.testing import Daemon, running_daemon, start_daemon
 from kvstore.tiers.fs_format import slot_bytes_for
+from tests.hanging_disk import HangingDisk
 from tests.integration.conftest import (
     CHUNK_BYTES,
     WAIT_S,
@@ -346,7 +347,7 @@ def test_a_directory_removed_under_load_costs_the_tier_only(fs_dir: Path) -> Non
 
 
 def test_write_back_writes_before_it_evicts_and_all_of_it_at_a_stop(fs_dir: Path) -> None:
-    flags = [*fs_flags(fs_dir), "--write-policy", "write_back"]
+    flags = [*fs_flags(fs_dir), "--write-policy", "write_back", "--eviction-policy", "lru"]
     with (
         running_daemon(cpu_bytes=64 * 12_288, arguments=flags) as daemon,
         client_of(daemon) as client,
@@ -468,3 +469,30 @@ def test_chunks_on_disk_have_ages_that_outlive_the_daemon_and_can_be_evicted_by_
         gone = admin.remove(daemon.endpoint, admin.selection(tier="fs"), older_than_ms=unused_ms)
         assert gone == would
         assert (gone["evicted_chunks"], fs_tier(daemon)["chunks"]) == (90, 10)
+
+
+def test_a_disk_that_hangs_costs_what_is_on_it_and_nobody_else_a_thing(fs_dir: Path, tmp_path: Path) -> None:
+    disk = HangingDisk(tmp_path)
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", CHUNKS)
+    with (
+        running_daemon(arguments=fs_flags(fs_dir), environment=disk.environment) as daemon,
+        client_of(daemon) as client,
+        client_of(daemon) as other,
+    ):
+        wait_for_lookup(client, KEYS, Lookup.FS)
+        disk.hang()
+        try:
+            assert client.get("salt", KEYS[:5], timeout_s=0.2) == [None] * 5
+            assert set(client.lookup("salt", KEYS[:5])) <= {Lookup.PENDING, Lookup.FS}
+            assert other.put("salt", {key(200): payload(200)}) == {key(200): Stored()}
+            assert other.get("salt", [key(200)]) == [payload(200)]
+            # Past their deadline the reads are given up, though their slots stay taken until they are back.
+            eventually(lambda: "longer than" in fs_tier(daemon)["sick"], "the tier says that its disk hangs")  # type: ignore[operator]
+            assert daemon.tier()["granted_bytes"] > 0
+            assert client.get("salt", KEYS[5:10], timeout_s=60.0) == [None] * 5  # at once: nobody reads now
+        finally:
+            disk.answer()
+        eventually(lambda: daemon.tier()["granted_bytes"] == 0, "the reads are back")
+        eventually(lambda: client.get("salt", KEYS, timeout_s=1.0) == PAYLOADS, "everything is served again")
+        assert fs_tier(daemon)["corruptions"] == 0

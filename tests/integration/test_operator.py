@@ -15,13 +15,13 @@ from kvstore._native import fill, slot_offset
 from kvstore.cli import app
 from kvstore.client import Lookup, Rejected, RejectReason, StoreClient, Stored
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.steps import Outcome, Ref, Steps
 from kvstore.testing import Daemon, running_daemon
 from tests.integration.conftest import CHUNK_BYTES, WAIT_S, client_of, eventually, key, payload
 
 SLOT_BYTES = 12_288
-CLIENT = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=CHUNK_BYTES)
+CLIENT = Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind({"model": "m"}, CHUNK_BYTES),))
 
 
 def kvstore(daemon: Daemon, *arguments: str, code: int = 0) -> dict[str, object]:

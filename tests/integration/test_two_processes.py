@@ -21,7 +21,7 @@ from kvstore._native import Finished, fill, slot_offset
 from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
 from kvstore.errors import ConfigurationError, SeedMismatch, Unavailable
 from kvstore.rpc.handover import Hello
-from kvstore.session import Attachment, GroupState, Role, Session
+from kvstore.session import Attachment, GroupState, Kind, KindState, Role, Session
 from kvstore.steps import Steps
 from kvstore.testing import Daemon, running_daemon
 from tests.integration.conftest import CHUNK_BYTES, WAIT_S, client_of, eventually, key, payload, python
@@ -119,7 +119,7 @@ def test_slots_of_a_client_that_closes_while_the_daemon_hangs_come_back(
 
 def test_a_tier_whose_slots_are_all_leased_or_granted_rejects() -> None:
     size = 1 << 20
-    other = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=size)
+    other = Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind({"model": "m"}, size),))
     with (
         running_daemon(cpu_bytes=2 * size) as daemon,
         client_of(daemon, chunk_bytes=size) as client,
@@ -144,13 +144,13 @@ def test_slots_for_the_next_put_come_with_the_outcomes_of_this_one_and_end_with_
         assert connection is not None
         steps = connection._steps
         assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
-        assert steps.grants_free == 0  # this may have been the only one
+        assert steps.grants_free() == 0  # this may have been the only one
         steps.keep_grants(keep=True)  # so that the clock has no say in this
         connection._put_ended_s = math.inf
         assert client.put("s", {key(name): payload(name) for name in range(2, 7)}) == dict.fromkeys(
             map(key, range(2, 7)), Stored()
         )
-        assert steps.grants_free == 5
+        assert steps.grants_free() == 5
         assert admin.remove(daemon.endpoint, admin.selection())["evicted_chunks"] == 6
         assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
         assert client.get("s", [key(1)]) == [payload(1)]
@@ -201,7 +201,7 @@ def test_a_process_that_copies_maps_the_arena_ahead_of_use() -> None:
         running_daemon(cpu_bytes="64MiB") as daemon,
         Session.attach(
             daemon.endpoint,
-            Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096),
+            Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind({"model": "m"}, 4096),)),
         ) as session,
     ):
         assert session.premapping is not None
@@ -312,10 +312,10 @@ def test_a_hung_daemon_is_unavailable_after_the_time_out_and_works_again_after(d
 
 HOLD_200_GRANTS = """
 import signal, sys
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.steps import Steps
 session = Session.attach(
-    sys.argv[1], Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
+    sys.argv[1], Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind({"model": "m"}, 4096),))
 )
 steps = Steps(session)
 print(len(steps.wait_grants(200, 10)), flush=True)
@@ -365,9 +365,9 @@ def test_a_hang_up_of_a_living_process_ends_leases_but_no_grant(daemon: Daemon) 
 import socket
 import sys
 from kvstore._native import slot_offset
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.steps import Steps
-attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
+attachment = Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind({"model": "m"}, 4096),))
 session = Session.attach(sys.argv[1], attachment)
 steps = Steps(session)
 stored, kept = steps.wait_grants(2, 10)
@@ -447,7 +447,7 @@ def test_a_process_that_ends_without_closing_ends(daemon: Daemon) -> None:
 
 
 def test_a_broken_stream_is_mended_without_a_word(daemon: Daemon) -> None:
-    attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
+    attachment = Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind({"model": "m"}, 4096),))
     with Session.attach(daemon.endpoint, attachment) as session:
         steps = Steps(session)
         first, second = steps.wait_grants(2, WAIT_S)
@@ -465,7 +465,7 @@ def test_a_broken_stream_is_mended_without_a_word(daemon: Daemon) -> None:
 def test_on_lost_is_called_once(daemon: Daemon) -> None:
     calls: list[int] = []
     lost = threading.Event()
-    attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
+    attachment = Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind({"model": "m"}, 4096),))
     with Session.attach(daemon.endpoint, attachment, on_lost=lambda: (calls.append(1), lost.set())) as session:
         daemon.kill()
         assert lost.wait(WAIT_S)
@@ -509,8 +509,7 @@ def test_a_scheduler_learns_of_its_workers_without_asking(daemon: Daemon) -> Non
         steps.settle(WAIT_S)
         ranks = [
             Attachment(
-                role=Role.WORKER, rank=rank, namespace={"model": "m"}, chunk_bytes=8192, range_offset=4096 * rank,
-                range_bytes=4096, **engine,
+                role=Role.WORKER, rank=rank, kinds=(Kind({"model": "m"}, 8192, 4096 * rank, 4096),), **engine,
             )
             for rank in range(2)
         ]  # fmt: skip
@@ -518,7 +517,7 @@ def test_a_scheduler_learns_of_its_workers_without_asking(daemon: Daemon) -> Non
         assert not states.get(timeout=WAIT_S).complete
         with Session.attach(daemon.endpoint, ranks[1]) as second:
             state = states.get(timeout=WAIT_S)
-            assert (state.complete, state.namespace_id, state.chunk_bytes) == (True, second.namespace_id, 8192)
+            assert (state.complete, state.kinds) == (True, (KindState(second.namespace_id, 8192),))
             assert scheduler.tenant_id("s") == second.tenant_id("s")
             assert len(steps.wait_grants(3, WAIT_S)) == 3
         assert not states.get(timeout=WAIT_S).complete
@@ -529,7 +528,7 @@ def test_a_scheduler_whose_workers_came_before_its_stream_learns_of_them_all_the
     """After a daemon's restart both halves of an engine attach at once, in any order."""
     states: queue.Queue[GroupState] = queue.Queue()
     engine = {"hash_seed": "0", "group": "engine"}
-    worker = Attachment(role=Role.WORKER, namespace={"model": "m"}, chunk_bytes=8192, range_bytes=8192, **engine)
+    worker = Attachment(role=Role.WORKER, kinds=(Kind({"model": "m"}, 8192, 0, 8192),), **engine)
     with Session.attach(daemon.endpoint, Attachment(role=Role.SCHEDULER, **engine)) as scheduler:
         assert not scheduler.group_state.complete
         with Session.attach(daemon.endpoint, worker):
@@ -540,7 +539,7 @@ def test_a_scheduler_whose_workers_came_before_its_stream_learns_of_them_all_the
 def test_a_scheduler_whose_stream_was_broken_meanwhile_learns_of_its_workers(daemon: Daemon) -> None:
     states: queue.Queue[GroupState] = queue.Queue()
     engine = {"hash_seed": "0", "group": "engine"}
-    worker = Attachment(role=Role.WORKER, namespace={"model": "m"}, chunk_bytes=8192, range_bytes=8192, **engine)
+    worker = Attachment(role=Role.WORKER, kinds=(Kind({"model": "m"}, 8192, 0, 8192),), **engine)
     with Session.attach(daemon.endpoint, Attachment(role=Role.SCHEDULER, **engine)) as scheduler:
         steps = Steps(scheduler, on_group=states.put)
         steps.settle(WAIT_S)
@@ -572,7 +571,7 @@ def test_attaching_to_a_daemon_that_says_little_ends_in_time(runtime_dir: Path) 
         connections: list[socket.socket] = []
         daemon = threading.Thread(target=say_hello_late)
         daemon.start()
-        attachment = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
+        attachment = Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind({"model": "m"}, 4096),))
         started_s = time.monotonic()
         with pytest.raises(Unavailable):
             Session.attach(f"unix://{runtime_dir}/kvstore.sock", attachment, timeout_s=timeout_s)

@@ -29,11 +29,11 @@ from kvstore.errors import (
 from kvstore.limits import KEYS_PER_CALL_MAX, MESSAGE_BYTES_MAX
 from kvstore.rpc.status import error_of
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.testing import Daemon, running_daemon
 from tests.integration.conftest import CHUNK_BYTES, WAIT_S, client_of, key, needs_root, payload, python
 
-ATTACHMENT = Attachment(role=Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=CHUNK_BYTES)
+ATTACHMENT = Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind({"model": "m"}, CHUNK_BYTES),))
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ grpc_path, arena_path = endpoint_paths(sys.argv[1])
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sock.connect(str(arena_path))
 hello, _ = s._expect(sock, Hello)
-attachment = s.Attachment(role=s.Role.CLIENT, hash_seed="0", namespace={"model": "m"}, chunk_bytes=4096)
+attachment = s.Attachment(role=s.Role.CLIENT, hash_seed="0", kinds=(s.Kind({"model": "m"}, 4096),))
 stub = store_pb2_grpc.SessionsStub(grpc.insecure_channel(f"unix:{grpc_path}"))
 stub.Attach(s._attach_request(attachment), metadata=(("kvstore-token", hello.token.hex()),), timeout=10)
 _, (arena, table) = s._expect(sock, Memory)
@@ -233,7 +233,7 @@ def test_an_allowed_user_may_attach_but_not_administer_and_the_overflow_uid_neve
 
 
 def test_a_message_for_another_instance_is_refused(daemon: Daemon, channel: grpc.Channel, session: Session) -> None:
-    request = store_pb2.StepRequest(number=1, instance_id=b"x" * 16, grants_wanted=1)
+    request = store_pb2.StepRequest(number=1, instance_id=b"x" * 16, grants_wanted=[1])
     with pytest.raises(Unavailable, match=rf"instance {'78' * 16} and this daemon is {session.instance_id.hex()}"):
         steps_of(channel, session, request)
     assert daemon.tier()["granted_bytes"] == 0
@@ -242,18 +242,22 @@ def test_a_message_for_another_instance_is_refused(daemon: Daemon, channel: grpc
 
 def test_foreign_and_missing_grants_are_not_committed(daemon: Daemon, channel: grpc.Channel, session: Session) -> None:
     with Session.attach(daemon.endpoint, ATTACHMENT) as other:
-        ask = store_pb2.StepRequest(number=1, instance_id=other.instance_id, grants_wanted=1)
+        ask = store_pb2.StepRequest(number=1, instance_id=other.instance_id, grants_wanted=[1])
         [reply] = steps_of(channel, other, ask)
         commits = [
             store_pb2.Commit(at=at, tenant=session.tenant_id("s"), key=key(1))
-            for at in (reply.grants[0], store_pb2.SlotRef(slot=0, generation=99), store_pb2.SlotRef(slot=1 << 31))
+            for at in (
+                reply.grants[0].slots[0],
+                store_pb2.SlotRef(slot=0, generation=99),
+                store_pb2.SlotRef(slot=1 << 31),
+            )
         ]
         request = store_pb2.StepRequest(number=1, instance_id=session.instance_id, commits=commits)
         [answer] = steps_of(channel, session, request)
         assert answer.outcomes == [store_pb2.OUTCOME_NOT_GRANTED] * 3
         assert daemon.tier()["chunks"] == 0
         [reply] = steps_of(
-            channel, other, store_pb2.StepRequest(number=2, instance_id=other.instance_id, aborts=reply.grants)
+            channel, other, store_pb2.StepRequest(number=2, instance_id=other.instance_id, aborts=reply.grants[0].slots)
         )
     daemon.assert_sound()
 

@@ -3,11 +3,15 @@
 Only the forward pass, the copy threads and the daemon are pretended. A page of the KV cache holds a pattern made from
 its block's hash, so whoever reads it can tell whether it is right: `step` checks every page that a forward pass would
 read, and every chunk that is committed. Weights have a version, which is in the pattern too.
+
+`windows` says which KV cache groups it has: None is full attention, a number a sliding window of so many tokens. Pages
+of later groups are larger.
 """
 
 import functools
 import hashlib
 import tempfile
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -35,6 +39,10 @@ LAYERS = 2
 SLOT_BYTES = 4096
 POISON = 0xA5
 SEED = "0"
+
+
+def page_bytes(kind: int) -> int:
+    return PAGE_BYTES * (kind + 1)
 
 
 @functools.cache
@@ -81,11 +89,13 @@ def vllm_config(extra: dict[str, object] | None = None, **transfer: object) -> V
     )
 
 
-def kv_cache_config(blocks: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    return KVCacheConfig(
-        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer.0", "layer.1"], spec)]
-    )
+def kv_cache_config(blocks: int, windows: Sequence[int | None] = (None,)) -> KVCacheConfig:
+    groups = []
+    for number, window in enumerate(windows):
+        shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+        spec = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+        groups.append(KVCacheGroupSpec([f"group.{number}.layer.{layer}" for layer in range(LAYERS)], spec))
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 class PretendEngine:
@@ -97,16 +107,18 @@ class PretendEngine:
         blocks: int = 40,
         blocks_per_chunk: int = 2,
         slots: int = 64,
+        windows: Sequence[int | None] = (None,),
         extra: dict[str, object] | None = None,
         prefix_caching: bool = True,
         **transfer: object,
     ) -> None:
         self.slots = slots
+        self.windows = windows
         self.blocks_per_chunk = blocks_per_chunk
         config = vllm_config({"blocks_per_chunk": blocks_per_chunk, **(extra or {})}, **transfer)
         config.cache_config.enable_prefix_caching = prefix_caching
         config.cache_config.num_gpu_blocks = blocks
-        kv_config = kv_cache_config(blocks)
+        kv_config = kv_cache_config(blocks, windows)
         self.scheduler = Scheduler(
             vllm_config=config,
             kv_cache_config=kv_config,
@@ -122,13 +134,16 @@ class PretendEngine:
         self.half._link.close()
         self.half._link = self.link
 
-        self.memory = np.zeros((blocks, LAYERS, PAGE_BYTES), np.uint8)
-        base = self.memory.ctypes.data
-        layers = [LayerPages(base + i * PAGE_BYTES, LAYERS * PAGE_BYTES, PAGE_BYTES) for i in range(LAYERS)]
-        layout = ChunkLayout(layers, blocks_per_chunk=blocks_per_chunk, block_count=blocks)
-        self.chunk_bytes = layout.chunk_bytes
+        self.memory = [np.zeros((blocks, LAYERS, page_bytes(kind)), np.uint8) for kind in range(len(windows))]
+        layouts = []
+        for kind, memory in enumerate(self.memory):
+            page = page_bytes(kind)
+            layers = [LayerPages(memory.ctypes.data + i * page, LAYERS * page, page) for i in range(LAYERS)]
+            layouts.append(ChunkLayout(layers, blocks_per_chunk=blocks_per_chunk, block_count=blocks))
+        self.chunk_bytes = [layout.chunk_bytes for layout in layouts]
         self.copier = FakeCopier()
-        self.transfer = HostTransfer(layout, [Region(base, self.memory.nbytes)], copier=self.copier)
+        regions = [Region(memory.ctypes.data, memory.nbytes) for memory in self.memory]
+        self.transfer = HostTransfer(layouts, regions, copier=self.copier)
         self.worker = OffloadingConnectorWorker(SimpleNamespace(replicated_layout=False), config, kv_config)
         self.worker.worker = WorkerHalf(self.worker_link, self.transfer)
 
@@ -178,22 +193,22 @@ class PretendEngine:
     def _poison(self, slot: int) -> None:
         self.arena[slot] = POISON
 
-    def _check_commit(self, slot: int, key: bytes) -> None:
+    def _check_commit(self, kind: int, slot: int, key: bytes) -> None:
         expected = np.zeros(SLOT_BYTES, np.uint8)
-        expected[: self.chunk_bytes] = self.chunk_pattern(key)
+        expected[: self.chunk_bytes[kind]] = self.chunk_pattern(key, kind)
         np.testing.assert_array_equal(self.arena[slot], expected, "a chunk was committed with bytes of another")
 
     # ---- bytes
 
-    def page(self, block_hash: bytes, layer: int) -> np.ndarray:
-        text = block_hash + f"{layer}.{self.weights}".encode()
-        return np.frombuffer(hashlib.blake2b(text, digest_size=PAGE_BYTES).digest(), np.uint8)
+    def page(self, block_hash: bytes, layer: int, kind: int = 0) -> np.ndarray:
+        text = block_hash + f"{kind}.{layer}.{self.weights}".encode()
+        return np.frombuffer(hashlib.shake_128(text).digest(page_bytes(kind)), np.uint8)
 
-    def chunk_pattern(self, key: bytes) -> np.ndarray:
+    def chunk_pattern(self, key: bytes, kind: int = 0) -> np.ndarray:
         hashes = [key]
         while len(hashes) < self.blocks_per_chunk:
             hashes.insert(0, self.before[hashes[0]])
-        return np.concatenate([self.page(block, layer) for layer in range(LAYERS) for block in hashes])
+        return np.concatenate([self.page(block, layer, kind) for layer in range(LAYERS) for block in hashes])
 
     # ---- requests
 
@@ -250,19 +265,21 @@ class PretendEngine:
                 req_ids=ids,
                 req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
                 sampled_token_ids=[sampled[req_id] for req_id in ids],
-                kv_connector_output=self._report(output.finished_req_ids),
+                kv_connector_output=self._report(metadata, output.finished_req_ids),
             ),
         )
         self.failed = False
 
-    def _report(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+    def _report(self, metadata, finished_req_ids: set[str]) -> KVConnectorOutput:
         """In the order of vLLM's model runner, through the connector's own overrides."""
-        sending, receiving = self.worker.get_finished(finished_req_ids)
         scheduler_side, self.connector.connector_worker = self.connector.connector_worker, self.worker
+        self.connector.bind_connector_metadata(metadata)
         try:
+            results = self.connector.get_transfer_results(finished_req_ids)
             return KVConnectorOutput(
-                finished_sending=sending,
-                finished_recving=receiving,
+                finished_sending=results.finished_sending,
+                finished_recving=results.finished_recving,
+                failed_recving=results.failed_recving,
                 invalid_block_ids=self.connector.get_block_ids_with_load_errors(),
                 kv_connector_worker_meta=self.connector.build_connector_worker_meta(),
             )
@@ -278,21 +295,27 @@ class PretendEngine:
             hashes = self.requests[req_id].block_hashes
             self.before.update(zip(hashes[1:], hashes, strict=False))
             full = min((computed[req_id] + scheduled) // BLOCK_TOKENS, len(hashes))
-            for i in range(computed[req_id] // BLOCK_TOKENS, full):
+            for kind, i, block in self._pages(req_id, computed[req_id] // BLOCK_TOKENS, full):
                 for layer in range(LAYERS):
-                    self.memory[self._blocks(req_id)[i], layer] = self.page(hashes[i], layer)
+                    self.memory[kind][block, layer] = self.page(hashes[i], layer, kind)
         for req_id in output.num_scheduled_tokens:
             hashes = self.requests[req_id].block_hashes
-            for i in range(computed[req_id] // BLOCK_TOKENS):
+            for kind, i, block in self._pages(req_id, 0, computed[req_id] // BLOCK_TOKENS):
+                window = self.windows[kind]
+                if window is not None and (i + 1) * BLOCK_TOKENS <= computed[req_id] - window + 1:
+                    continue  # behind the window of every token that is computed
+                assert block != 0, f"{req_id} would read a block that it has not: {i} of kind {kind}"
                 for layer in range(LAYERS):
                     np.testing.assert_array_equal(
-                        self.memory[self._blocks(req_id)[i], layer],
-                        self.page(hashes[i], layer),
-                        f"{req_id} would read wrong bytes: block {i} of its prompt",
+                        self.memory[kind][block, layer],
+                        self.page(hashes[i], layer, kind),
+                        f"{req_id} would read wrong bytes: block {i} of its prompt, kind {kind}",
                     )
 
-    def _blocks(self, req_id: str) -> list[int]:
-        return self.scheduler.kv_cache_manager.get_block_ids(req_id)[0]
+    def _pages(self, req_id: str, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Of these blocks of a request: kind, which block, and its place in the cache."""
+        for kind, blocks in enumerate(self.scheduler.kv_cache_manager.get_block_ids(req_id)):
+            yield from ((kind, i, blocks[i]) for i in range(first, end))
 
     def _sampled(self, output) -> dict[str, list[int]]:
         sampled = {}

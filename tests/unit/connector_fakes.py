@@ -6,7 +6,7 @@
 
 import ctypes
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore._native import CPU, FS, MISS, PENDING
 from kvstore.decisions import Decision
-from kvstore.session import GroupState
+from kvstore.session import GroupState, KindState
 from kvstore.steps import Outcome
 
 NAMESPACE = b"namespace-of-old"
@@ -22,11 +22,15 @@ SPOILT = 0xEE
 
 
 class FakeDaemon:
-    def __init__(self, *, slots: int, chunk_bytes: int = 4096, pool: int = 64, instance_id: bytes = b"i" * 16) -> None:
+    """`chunk_bytes`: of each kind. All kinds take slots from one list."""
+
+    def __init__(
+        self, *, slots: int, chunk_bytes: Sequence[int] = (4096,), pool: int = 64, instance_id: bytes = b"i" * 16
+    ) -> None:
         self.instance_id = instance_id
         self.chunk_bytes = chunk_bytes
         self.pool = pool
-        self.namespace = NAMESPACE
+        self.namespaces = [NAMESPACE, *(f"namespace-kind-{kind}".encode() for kind in range(1, len(chunk_bytes)))]
         self.complete = True
         self.refused = ""
         self.require_cache_salt = False
@@ -35,6 +39,7 @@ class FakeDaemon:
         self.generations = [1] * slots
         self.granted: dict[int, int] = {}  # slot -> generation
         self.granted_epoch: dict[int, int] = {}
+        self.granted_kind: dict[int, int] = {}
         self.epoch = 0
         self.stored: dict[tuple[bytes, bytes, bytes], int] = {}  # (namespace, tenant, key) -> slot
         self.parents: dict[bytes, bytes] = {}
@@ -46,13 +51,19 @@ class FakeDaemon:
         self.reads: list[tuple[int, float]] = []
         self.unwaited: set[bytes] = set()  # keys that nobody waits for, or waits for any more
         self.touched: list[tuple[bytes, ...]] = []
-        self.used: Counter[bytes] = Counter()  # how often each key: one request is one use, by a touch or a commit
+        self.touched_kinds: list[int] = []
+        self.used: Counter[bytes] = Counter()  # how often each key of the first kind: one request is one use
         self.probes: list[tuple[str, str, bytes]] = []
         self.misses = self.hits = self.failed_loads = 0
         self.on_grant: Callable[[int], None] = lambda _slot: None
-        self.on_commit: Callable[[int, bytes], None] = lambda _slot, _key: None
+        self.on_commit: Callable[[int, int, bytes], None] = lambda _kind, _slot, _key: None
 
-    def grant(self, count: int) -> list[tuple[int, int]]:
+    @property
+    def namespace(self) -> bytes:
+        """Of the first kind."""
+        return self.namespaces[0]
+
+    def grant(self, count: int, kind: int = 0) -> list[tuple[int, int]]:
         grants = []
         for _ in range(min(count, self.pool - len(self.granted))):
             if not self.free:
@@ -61,6 +72,7 @@ class FakeDaemon:
             self.generations[slot] += 1
             self.granted[slot] = self.generations[slot]
             self.granted_epoch[slot] = self.epoch
+            self.granted_kind[slot] = kind
             self.on_grant(slot)
             grants.append((slot, self.generations[slot]))
         return grants
@@ -73,14 +85,18 @@ class FakeDaemon:
         self._end_grant(slot, generation)
         # The real one would abort it; the connector must know by itself.
         assert self.granted_epoch[slot] == self.epoch, "a chunk of before a reset was offered for commit"
-        place = (self.namespace, tenant, key)
+        kind = self.granted_kind[slot]
+        place = (self.namespaces[kind], tenant, key)
         if place in self.stored:
             self.free.append(slot)
             return
-        self.on_commit(slot, key)
+        self.on_commit(kind, slot, key)
         self.stored[place] = slot
-        self.parents[key] = parent
-        self.used[key] += 1
+        if kind == 0:
+            self.parents[key] = parent
+            self.used[key] += 1
+        else:
+            assert not parent, "only chains name parents"  # later kinds are windows here
 
     def abort(self, slot: int, generation: int) -> None:
         self._end_grant(slot, generation)
@@ -105,9 +121,9 @@ class FakeDaemon:
         self.on_disk |= self.stored
         self.stored.clear()
 
-    def promote(self, tenant: bytes, keys: Sequence[bytes]) -> None:
+    def promote(self, tenant: bytes, keys: Sequence[bytes], kind: int = 0) -> None:
         for key in keys:
-            place = (self.namespace, tenant, key)
+            place = (self.namespaces[kind], tenant, key)
             if place in self.on_disk and len(self.pending) < self.promotions_max:
                 self.pending.add(place)
 
@@ -128,10 +144,13 @@ class FakeDaemon:
 
     def move_to_fresh_namespace(self) -> None:
         self.epoch += 1
-        self.namespace = f"namespace-{self.epoch:06d}".encode()
+        self.namespaces = [f"namespace-{self.epoch:06d}".encode(), *self.namespaces[1:]]
+        for kind in range(1, len(self.namespaces)):
+            self.namespaces[kind] = f"namespace-{self.epoch}-{kind}".ljust(16, ".").encode()
 
     def group_state(self) -> GroupState:
-        return GroupState(self.complete, self.namespace, self.chunk_bytes, self.refused)
+        kinds = zip(self.namespaces, self.chunk_bytes, strict=True)
+        return GroupState(self.complete, tuple(KindState(*kind) for kind in kinds), self.refused)
 
 
 class FakeTable:
@@ -186,9 +205,9 @@ class FakeSteps:
         self.daemon = daemon
         self.answered = answered
         self.broken = False
-        self.grants_short = Outcome.UNSPECIFIED
-        self.grants_coming = 0
-        self.free: list[tuple[int, int]] = []
+        self.short: dict[int, Outcome] = {}
+        self.coming: Counter[int] = Counter()
+        self.free_by_kind: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.group = daemon.group_state()
         self.unsent = False
         self.flushes = 0
@@ -203,13 +222,22 @@ class FakeSteps:
         self.tails: set[tuple[int, int]] = set()  # named by requests for slots
 
     @property
-    def grants_free(self) -> int:
-        return len(self.free)
+    def free(self) -> list[tuple[int, int]]:
+        return [ref for free in self.free_by_kind.values() for ref in free]
 
-    def want_grants(self, count: int, *, tails: Collection[tuple[int, int]] = ()) -> None:
+    def grants_free(self, kind: int = 0) -> int:
+        return len(self.free_by_kind[kind])
+
+    def grants_coming(self, kind: int = 0) -> int:
+        return self.coming[kind]
+
+    def grants_short(self, kind: int = 0) -> Outcome:
+        return self.short.get(kind, Outcome.UNSPECIFIED)
+
+    def want_grants(self, count: int, *, kind: int = 0, tails: Collection[tuple[int, int]] = ()) -> None:
         if not self.broken:
             self.tails |= set(tails)
-            self.grants_coming += count
+            self.coming[kind] += count
             if self.answered:
                 self.answer()
 
@@ -217,16 +245,18 @@ class FakeSteps:
         self.kept = keep
 
     def answer(self) -> None:
-        wanted, self.grants_coming = self.grants_coming, 0
-        grants = self.daemon.grant(wanted)
-        self.free += grants
-        full = len(grants) < wanted and not self.daemon.free
-        short = Outcome.REJECTED_TIER_FULL if full else Outcome.NOT_GRANTED
-        self.grants_short = short if len(grants) < wanted else Outcome.UNSPECIFIED
+        for kind, wanted in self.coming.items():
+            grants = self.daemon.grant(wanted, kind)
+            self.free_by_kind[kind] += grants
+            full = len(grants) < wanted and not self.daemon.free
+            short = Outcome.REJECTED_TIER_FULL if full else Outcome.NOT_GRANTED
+            self.short[kind] = short if len(grants) < wanted else Outcome.UNSPECIFIED
+        self.coming.clear()
         self.group = self.daemon.group_state()
 
-    def take_grants(self, count: int) -> list[tuple[int, int]]:
-        taken, self.free = self.free[:count], self.free[count:]
+    def take_grants(self, count: int, *, kind: int = 0) -> list[tuple[int, int]]:
+        free = self.free_by_kind[kind]
+        taken, self.free_by_kind[kind] = free[:count], free[count:]
         return taken
 
     def commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes) -> int:
@@ -246,12 +276,12 @@ class FakeSteps:
         if not self.broken:
             self.daemon.release(slot, loaded=loaded, promoted=promoted)
 
-    def promote(self, tenant: bytes, keys: Sequence[bytes], *, waited: bool = True) -> int:
+    def promote(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0, waited: bool = True) -> int:
         self.promotes += 1
         if not self.broken and self.answered:
             if not waited:
                 self.daemon.unwaited.update(keys)
-            self.daemon.promote(tenant, keys)
+            self.daemon.promote(tenant, keys, kind)
             self.promotes_answered = self.promotes
         return self.promotes
 
@@ -272,10 +302,12 @@ class FakeSteps:
         reads, self.daemon.reads = self.daemon.reads, []
         return reads
 
-    def touch(self, tenant: bytes, keys: Sequence[bytes], *, again: int = 0) -> None:  # noqa: ARG002
+    def touch(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0, again: int = 0) -> None:  # noqa: ARG002
         if not self.broken:
             self.daemon.touched.append(tuple(keys))
-            self.daemon.used.update(keys[again:])
+            self.daemon.touched_kinds.append(kind)
+            if kind == 0:
+                self.daemon.used.update(keys[again:])
 
     def miss(self, count: int) -> None:
         if not self.broken:
@@ -288,8 +320,9 @@ class FakeSteps:
     def fresh_namespace(self) -> None:
         """As the real one: slots granted for the old namespace go back."""
         if not self.broken:
-            for slot, generation in self.take_grants(len(self.free)):
+            for slot, generation in self.free:
                 self.daemon.abort(slot, generation)
+            self.free_by_kind.clear()
             self.daemon.move_to_fresh_namespace()
             if self.answered:
                 self.group = self.daemon.group_state()

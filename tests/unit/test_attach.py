@@ -68,12 +68,12 @@ class Place:
         self.store.attach(
             session,
             store_pb2.AttachRequest(
-                role=store_pb2.ROLE_CLIENT, chunk_bytes=CHUNK_BYTES, namespace_document=document,
-                seed_fingerprint=fingerprint,
+                role=store_pb2.ROLE_CLIENT, seed_fingerprint=fingerprint,
+                kinds=[store_pb2.Kind(chunk_bytes=CHUNK_BYTES, namespace_document=document)],
             ),
         )  # fmt: skip
-        request = store_pb2.StepRequest(number=1, instance_id=b"i" * 16, grants_wanted=count)
-        assert len(self.store.step(session, request, 0).grants) == count
+        request = store_pb2.StepRequest(number=1, instance_id=b"i" * 16, grants_wanted=[count])
+        assert len(self.store.step(session, request, 0).grants[0].slots) == count
         return sock, session
 
     def granted_bytes(self) -> int:

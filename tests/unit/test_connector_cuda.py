@@ -207,7 +207,7 @@ def layout():
 def test_on_the_cpu_platform_host_threads_copy():
     page = np.zeros(4096, np.uint8)
     transfer = spec._transfer(
-        ConnectorConfig.parse({"endpoint": "unix:///x"}), layout(), [Region(page.ctypes.data, page.nbytes)]
+        ConnectorConfig.parse({"endpoint": "unix:///x"}), [layout()], [Region(page.ctypes.data, page.nbytes)]
     )
     assert isinstance(transfer, HostTransfer)
     transfer.close()
@@ -225,7 +225,7 @@ def test_on_cuda_the_device_is_checked_and_it_is_said_that_no_gpu_did_this_befor
     monkeypatch.setattr(spec, "open_copier", lambda _number, backend, **more: open_on(device, backend, **more))
     raw = {"endpoint": "unix:///x", "untried_cuda": True, "copy_in_flight_bytes": 8 << 20}
     with device.running():
-        transfer = spec._transfer(ConnectorConfig.parse(raw), layout(), [Region(page.ctypes.data, page.nbytes)])
+        transfer = spec._transfer(ConnectorConfig.parse(raw), [layout()], [Region(page.ctypes.data, page.nbytes)])
         assert isinstance(transfer, CudaTransfer)
         transfer.close()
     assert "no GPU had run" in caplog.text
@@ -236,7 +236,7 @@ def test_on_cuda_the_device_is_checked_and_it_is_said_that_no_gpu_did_this_befor
 def test_unmapping_unpins_after_the_last_copy(device, store):
     page = device.add_memory(np.zeros(4096, np.uint8))
     transfer = CudaTransfer(
-        layout(), [Region(page.ctypes.data, page.nbytes)], copier=open_on(device), compute_stream=lambda: 0
+        [layout()], [Region(page.ctypes.data, page.nbytes)], copier=open_on(device), compute_stream=lambda: 0
     )
     mapped = transfer.map(INSTANCE, store.table(), store.arena)
     assert transfer._pinning[store.arena.address].wait(WAIT_S)

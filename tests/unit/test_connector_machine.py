@@ -24,16 +24,18 @@ class Lives(RuleBasedStateMachine):
         blocks=st.sampled_from([16, 24, 60]),
         blocks_per_chunk=st.sampled_from([1, 2, 3]),
         slots=st.sampled_from([4, 12, 64]),
+        windows=st.sampled_from([(None,), (None,), (None, 9), (None, 8, 17), (9,)]),
         prefix_caching=st.booleans(),
         role=st.sampled_from(["kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer"]),
         prompt_only=st.booleans(),
     )
-    def start(self, blocks, blocks_per_chunk, slots, prefix_caching, role, prompt_only):
+    def start(self, blocks, blocks_per_chunk, slots, windows, prefix_caching, role, prompt_only):
         os.environ["PYTHONHASHSEED"] = SEED
         self.engine = PretendEngine(
-            blocks=blocks,
+            blocks=blocks * len(windows),
             blocks_per_chunk=blocks_per_chunk,
             slots=slots,
+            windows=windows,
             extra={"offload_prompt_only": prompt_only},
             prefix_caching=prefix_caching,
             kv_role=role,
@@ -139,8 +141,9 @@ class Lives(RuleBasedStateMachine):
         assert not half._prepared
         for job in half._jobs.values():
             assert 0 < job.ranks_pending <= 1
-        assert half._expected == sum(record.grants_expected for record in half._records.values())
-        assert half._expected >= 0
+        for kind, expected in enumerate(half._expected):
+            assert expected == sum(record.rows[kind].grants_expected for record in half._records.values())
+            assert expected >= 0
 
     def teardown(self):
         engine = self.engine
@@ -155,7 +158,7 @@ class Lives(RuleBasedStateMachine):
         assert not half._jobs
         assert not half._storing
         assert not half._records
-        assert half._expected == 0
+        assert not any(half._expected)
         for request in engine.requests.values():
             assert request.is_finished()
         if engine.daemon is not None:

@@ -191,14 +191,33 @@ def test_where_a_salt_is_required_requests_without_one_are_left_alone(by):
     assert engine.daemon.hits == 0
 
 
-def test_requests_with_a_lora_adapter_are_neither_stored_nor_loaded_and_it_is_said_once(engine, caplog):
+def test_requests_with_an_unknown_adapter_are_neither_stored_nor_loaded_and_it_is_said_once(engine, caplog):
     adapter = LoRARequest("adapter", 1, "/adapter")
     with caplog.at_level(logging.WARNING, logger="vllm.connector.scheduler"):
         engine.serve("lora", PROMPT, lora_request=adapter)
         warm(engine, "lora-again", lora_request=adapter)
     assert not engine.daemon.stored
     assert (engine.daemon.hits, engine.daemon.misses) == (0, 0)
-    assert sum("LoRA" in record.message for record in caplog.records) == 1
+    said = [record.message for record in caplog.records if record.name == "vllm.connector.scheduler"]
+    assert sum("LoRA" in message for message in said) == 1
+
+
+def test_an_adapter_finds_only_what_was_stored_with_the_same_files(engine, monkeypatch):
+    adapter = LoRARequest("adapter", 1, "/adapter")
+    monkeypatch.setattr(engine.connector._adapters, "digest", lambda *_, **__: b"a" * 32)
+    engine.daemon.on_commit = lambda *_: None  # it knows a chunk's bytes by vLLM's hash
+    first = engine.serve("lora", PROMPT, lora_request=adapter)
+    assert len(engine.daemon.stored) == 5
+    assert not set(stored_keys(engine)) & set(first.block_hashes)
+    assert engine.daemon.parents[stored_keys(engine)[1]] == stored_keys(engine)[0]
+    warm(engine, "same", lora_request=adapter)
+    assert engine.daemon.hits == 5
+
+    monkeypatch.setattr(engine.connector._adapters, "digest", lambda *_, **__: b"b" * 32)
+    warm(engine, "other files of the same name", lora_request=adapter)
+    assert (engine.daemon.hits, len(engine.daemon.stored)) == (5, 10)
+    warm(engine, "none")
+    assert engine.daemon.hits == 5
 
 
 def test_a_request_that_must_recompute_is_not_looked_up_but_stored(engine):
@@ -554,7 +573,7 @@ def test_a_chunk_whose_tokens_were_changed_after_its_key_was_noted_is_not_stored
 
     engine.half.prepare_store = after_a_change
     stored_before = []
-    engine.daemon.on_commit = lambda _slot, key: stored_before.append(key)
+    engine.daemon.on_commit = lambda _kind, _slot, key: stored_before.append(key)
     engine.step()
     engine.half.prepare_store = prepare
     job = next(iter(engine.half._jobs.values()))

@@ -70,7 +70,7 @@ class OnCuda:
             self.device.add_memory(np.ctypeslib.as_array((ctypes.c_uint8 * region.nbytes).from_address(region.address)))
         copier = open_copier(0, self.backend, library=self.device.library, kernels=b"any", pin_piece_bytes=64 * 8192)
         transfer = CudaTransfer(
-            pages.layout,
+            [pages.layout],
             pages.regions,
             copier=copier,
             pins=self.backend is not CopyBackend.HOST,
@@ -108,7 +108,7 @@ class Rank:
             rank=0,
             ranks=ranks,
         )
-        self.transfer = on_cuda.transfer(pages) if on_cuda else HostTransfer(pages.layout, pages.regions)
+        self.transfer = on_cuda.transfer(pages) if on_cuda else HostTransfer([pages.layout], pages.regions)
         self.link = FakeLink(self.transfer.map(INSTANCE, store.table(), store.arena))
         self.half = WorkerHalf(self.link, self.transfer)
 
@@ -143,6 +143,7 @@ def spec_of(places, ticket=1, instance=INSTANCE):
         instance,
         np.array([slot for slot, _ in places], np.uint32),
         np.array([generation for _, generation in places], np.uint64),
+        (len(places),),
     )
 
 
@@ -155,8 +156,8 @@ def abort(store, spec):
 
 
 def test_layout_and_regions_are_those_of_the_engines_tensors(rank):
-    assert rank.transfer.layout.chunk_bytes == CHUNK_BYTES
-    assert rank.transfer.layout.block_count == BLOCKS
+    assert rank.transfer.layouts[0].chunk_bytes == CHUNK_BYTES
+    assert rank.transfer.layouts[0].block_count == BLOCKS
 
 
 def test_what_one_engine_stores_another_loads(store, on_cuda, rank):
@@ -227,7 +228,7 @@ def test_a_slot_that_was_handed_on_meanwhile_fails_its_chunk_and_all_blocks_afte
     spec = granted(store, 3)
     rank.half.submit_store(1, blocks(range(9), 0), spec)
     rank.finish(1)
-    stale = ChunkSpec(2, INSTANCE, spec.slots, spec.generations - np.array([0, 1, 0], np.uint64))
+    stale = ChunkSpec(2, INSTANCE, spec.slots, spec.generations - np.array([0, 1, 0], np.uint64), spec.counts)
     ids = [10, 11, 12, 13, 14, 15, 16]  # from the second block of the first chunk on, to the middle of the last
     rank.half.submit_load(2, stale, blocks(ids, 1))
     [result] = rank.finish(2)
@@ -241,7 +242,7 @@ def test_a_slot_that_was_handed_on_meanwhile_fails_its_chunk_and_all_blocks_afte
 
 def test_a_store_into_a_slot_that_was_handed_on_is_a_failed_store(store, rank):
     spec = granted(store, 1)
-    stale = ChunkSpec(1, INSTANCE, spec.slots, spec.generations - np.uint64(1))
+    stale = ChunkSpec(1, INSTANCE, spec.slots, spec.generations - np.uint64(1), spec.counts)
     rank.half.submit_store(1, blocks([0, 1, 2], 0), stale)
     rank.finish(1)
     assert rank.half.take_failed() == {1: {0}}
@@ -321,7 +322,7 @@ def test_a_load_that_must_end_within_the_step_is_refused(rank):
 
 def test_an_unexpected_error_ends_the_job_and_not_the_engine(rank, caplog):
     rank.half._transfer = SimpleNamespace(
-        load=lambda *_, **__: 1 / 0, layout=rank.transfer.layout, finished=lambda: [], wait=lambda *_: True
+        load=lambda *_: 1 / 0, layouts=rank.transfer.layouts, finished=lambda: [], wait=lambda *_: True
     )
     assert rank.half.submit_load(1, spec_of([(0, 1)]), blocks([0, 1, 2], 0))
     rank.finish(1)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from kvstore._native import crc32c
-from kvstore.tiers import fs_paths, fs_recovery
-from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Scope, WriteOutcome
+from kvstore.tiers import fs_paths, fs_recovery, fs_removal
+from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Removed, Scope, WriteOutcome
 from kvstore.tiers.conformance import Memories, chunk_id, outcome_of
 from kvstore.tiers.fs import FsTier
 from kvstore.tiers.fs_catalog import small_files_bytes_for
@@ -507,7 +507,7 @@ def test_a_removal_covers_what_a_failing_write_was_to_overwrite(tmp_path: Path, 
             write = asyncio.ensure_future(outcome_of(bench.tier.write, chunk_id(5), memory))
             await until(lambda: bool(bench.tier._running), "the write to run")
             removal = asyncio.ensure_future(bench.remove(Scope(tenant=chunk_id(0, tenant=1).tenant)))
-            await until(lambda: bool(bench.tier._removals) and bench.tier._removals[0].has_ghosts, "the removal")
+            await until(lambda: any(removal.has_ghosts for removal in bench.tier._removals._waiting), "the removal")
             returned = bench.tier._write_returned
 
             def fail(failing: Any, _error: int) -> None:
@@ -521,6 +521,48 @@ def test_a_removal_covers_what_a_failing_write_was_to_overwrite(tmp_path: Path, 
             assert await write is WriteOutcome.STORED
             assert (await removal).failed is None
             assert FsDirectory.read_block(fd, offset) != old_header
+
+    run(scenario)
+
+
+def test_a_removal_is_out_of_reach_at_once_however_long_its_sweep_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs_removal, "STEPS_PER_SLICE", 1)  # a turn of the loop for each chunk
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(40))
+            await store(bench, range(5), tenant=1)
+            ended: list[Removed] = []
+            bench.tier.remove(Scope(tenant=bytes(16)), ended.append)
+            assert bench.tier.stats().chunks == 45  # nothing is swept yet
+            assert await bench.read(chunk_id(39)) == (ReadOutcome.ABSENT, b"")
+            assert not any(bench.tier.contains(chunk_id(number)) for number in range(20, 40))
+            assert await bench.write(chunk_id(38)) is WriteOutcome.STORED  # another one: it stays
+            assert await bench.remove(Scope(tenant=bytes(16), namespace=bytes([9] * 16))) == Removed(0, 0)
+            assert [removed.chunks for removed in ended] == [40]
+            assert await found(bench, range(40)) == [38]
+            assert await chunks_of(bench, 1) == [0, 1, 2, 3, 4]
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path) as bench:
+            assert await found(bench, range(40)) == [38]
+
+    run(scenario)
+
+
+def test_a_stop_waits_for_a_removal_that_still_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fs_removal, "STEPS_PER_SLICE", 1)
+
+    async def scenario() -> None:
+        ended: list[Removed] = []
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(40))
+            bench.tier.remove(Scope(), ended.append)
+        await asyncio.sleep(0)
+        assert [(removed.chunks, removed.failed) for removed in ended] == [(40, None)]
+        async with fs_bench(tmp_path) as bench:
+            assert bench.tier.stats().chunks == 0
 
     run(scenario)
 
@@ -573,7 +615,7 @@ def test_a_removal_covers_a_write_that_was_given_up_as_late(tmp_path: Path, hang
             bench.tier.write(chunk_id(5), memory, told.set_result, lambda: None)
             assert await told is WriteOutcome.LATE
             removal = asyncio.ensure_future(bench.remove(Scope(tenant=chunk_id(5).tenant)))
-            await until(lambda: bool(bench.tier._removals) and bench.tier._removals[0].has_ghosts, "the removal")
+            await until(lambda: any(removal.has_ghosts for removal in bench.tier._removals._waiting), "the removal")
             hanging.let_go()
             await removal
             shutil.copytree(tmp_path / "fs", tmp_path / "killed")

@@ -181,6 +181,7 @@ class EngineConfig:
             pipeline_parallel_size=1,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
             world_size=1,
             rank=0,
             data_parallel_index=0,

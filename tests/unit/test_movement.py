@@ -129,6 +129,7 @@ def tiers_of(chunks: int, *, lower_bytes: int = 1 << 30, **options: object) -> T
         index_key=INDEX_KEY,
         instance_id=INSTANCE,
         lower_bytes=lower_bytes,
+        eviction_policy="lru",
     )
     _made.append(cpu)
     cpu.set_ready(cpu.arena_bytes)

@@ -14,7 +14,7 @@ from kvstore.errors import LimitExceeded, Unavailable
 from kvstore.limits import OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
 from kvstore.rpc.status import ERROR_METADATA_KEY
 from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
-from kvstore.session import GroupState
+from kvstore.session import GroupState, KindState
 from kvstore.steps import Outcome, Steps
 
 TENANT = b"t" * 16
@@ -24,7 +24,13 @@ Answer = Callable[[store_pb2.StepRequest], store_pb2.StepReply | None]  # None: 
 
 
 def grant_all(request: store_pb2.StepRequest) -> store_pb2.StepReply:
-    grants = [store_pb2.SlotRef(slot=slot, generation=request.number) for slot in range(request.grants_wanted)]
+    """Slot numbers begin at 100 times the kind's."""
+    grants = [
+        store_pb2.Grants(
+            slots=[store_pb2.SlotRef(slot=100 * kind + i, generation=request.number) for i in range(wanted)]
+        )
+        for kind, wanted in enumerate(request.grants_wanted)
+    ]
     stored = [store_pb2.OUTCOME_STORED] * len(request.commits)
     return store_pb2.StepReply(number=request.number, grants=grants, outcomes=stored)
 
@@ -60,7 +66,7 @@ class FakeSession:
         self.channel = channel
         self.metadata = ()
         self.instance_id = b"i" * 16
-        self.group_state = GroupState(True, b"n" * 16, 4096, "")
+        self.group_state = GroupState(True, (KindState(b"n" * 16, 4096),), "")
         self.lose: Callable[[], None] = lambda: None
 
     def require_own_process(self) -> None: ...
@@ -115,7 +121,7 @@ def test_everything_queued_goes_in_one_message_at_the_flush(daemon: FakeDaemon, 
     steps.flush()
     request = daemon.next()
     assert steps.wait([ticket], WAIT_S) == [Outcome.STORED]
-    assert (request.number, request.instance_id, request.grants_wanted, request.misses) == (1, b"i" * 16, 2, 9)
+    assert (request.number, request.instance_id, request.grants_wanted, request.misses) == (1, b"i" * 16, [2], 9)
     assert [(commit.at.slot, commit.at.generation, commit.key) for commit in request.commits] == [(1, 2, key(1))]
     assert [(at.slot, at.generation) for at in (*request.aborts, *request.leases)] == [(3, 4), (5, 6)]
     assert [(release.at.slot, release.loaded) for release in request.releases] == [(7, True)]
@@ -182,7 +188,7 @@ def test_a_lost_session_drops_everything_and_ends_every_wait(
     assert not steps.unsent
     steps.commit(1, 3, TENANT, key(1), b"")
     steps.want_grants(3)
-    assert (steps.unsent, steps.grants_coming, steps.take_grants(9)) == (False, 0, [])
+    assert (steps.unsent, steps.grants_coming(), steps.take_grants(9)) == (False, 0, [])
     with pytest.raises(Unavailable):
         steps.wait_grants(1, WAIT_S)
 
@@ -203,10 +209,10 @@ def test_grants_nobody_uses_go_back(daemon: FakeDaemon, steps: Steps, monkeypatc
     daemon.next()
     steps.want_grants(2)
     steps.flush()
-    assert daemon.next().grants_wanted == 2
+    assert daemon.next().grants_wanted == [2]
     request = daemon.next()
     assert [at.slot for at in request.aborts] == [0, 1]
-    assert steps.grants_free == 0
+    assert steps.grants_free() == 0
 
 
 def test_leases_are_renewed_until_released(
@@ -242,7 +248,7 @@ def test_grants_asked_for_before_a_fresh_namespace_are_given_back(daemon: FakeDa
     steps.flush()
     daemon.go_on.set()
     steps.settle(WAIT_S)
-    assert steps.grants_free == 0
+    assert steps.grants_free() == 0
     aborted = [at.slot for _ in range(daemon.received.qsize()) for at in daemon.next().aborts]
     assert aborted == [0, 1]
     assert len(steps.wait_grants(1, WAIT_S)) == 1
@@ -279,7 +285,7 @@ def test_closing_sends_what_is_queued_and_gives_grants_back(daemon: FakeDaemon, 
     steps = Steps(session)  # type: ignore[arg-type]
     steps.want_grants(2)
     steps.settle(WAIT_S)
-    assert steps.grants_free == 2
+    assert steps.grants_free() == 2
     steps.miss(3)
     steps.close()
     daemon.next()
@@ -300,3 +306,18 @@ def test_the_groups_state_arrives_unasked(daemon: FakeDaemon, session: FakeSessi
     assert states.get(timeout=WAIT_S).refused == "why"
     assert steps.group.refused == "why"
     steps.close()
+
+
+def test_grants_and_chains_keep_their_kind(daemon: FakeDaemon, steps: Steps) -> None:
+    steps.want_grants(2, kind=1)
+    steps.want_grants(1, kind=0)
+    steps.touch(TENANT, [b"k" * 16], kind=1)
+    steps.promote(TENANT, [b"l" * 16], kind=2)
+    assert (steps.grants_coming(0), steps.grants_coming(1), steps.grants_coming(2)) == (1, 2, 0)
+    steps.settle(WAIT_S)
+    request = daemon.next()
+    assert list(request.grants_wanted) == [1, 2]
+    assert [chain.kind for chain in (*request.touches, *request.promotes)] == [1, 2]
+    assert (steps.grants_free(0), steps.grants_free(1), steps.grants_free(2)) == (1, 2, 0)
+    assert [slot for slot, _ in steps.take_grants(9, kind=1)] == [100, 101]
+    assert [slot for slot, _ in steps.take_grants(9)] == [0]

@@ -61,21 +61,27 @@ def store() -> Iterator[Store]:
     assert store.problems() == []
 
 
+KIND_FIELDS = {"chunk_bytes", "namespace_document", "range_offset", "range_bytes"}
+
+
 def document(chunk_bytes: int = CHUNK_BYTES, seed: str = "0", **fields: object) -> str:
     added = {"chunk_bytes": chunk_bytes, "seed_fingerprint": seed_fingerprint(seed).hex()}
     return canonical_json({"model": "m"} | fields | added)
 
 
 def attach(store: Store, role: store_pb2.Role = CLIENT, *, seed: str = "0", **fields: object) -> Session:
-    chunk_bytes = fields.get("chunk_bytes", CHUNK_BYTES)
-    assert isinstance(chunk_bytes, int)
+    """Fields of the request, and of its only kind."""
     request: dict[str, object] = {"role": role, "seed_fingerprint": seed_fingerprint(seed), "seed_shown": seed}
     if role != CLIENT:
         request |= {"group": "engine", "world_size": 1}
     if role != SCHEDULER:
-        request |= {"chunk_bytes": chunk_bytes, "namespace_document": document(chunk_bytes, seed)}
-    if role == WORKER:
-        request |= {"range_offset": 0, "range_bytes": chunk_bytes}
+        chunk_bytes = fields.get("chunk_bytes", CHUNK_BYTES)
+        assert isinstance(chunk_bytes, int)
+        kind: dict[str, object] = {"chunk_bytes": chunk_bytes, "namespace_document": document(chunk_bytes, seed)}
+        if role == WORKER:
+            kind |= {"range_offset": 0, "range_bytes": chunk_bytes}
+        kind |= {name: fields.pop(name) for name in KIND_FIELDS & fields.keys()}
+        request["kinds"] = [store_pb2.Kind(**kind)]
     session = store.connect(pid=1, uid=0)
     try:
         store.attach(session, store_pb2.AttachRequest(**(request | fields)))
@@ -92,7 +98,7 @@ def step(store: Store, session: Session, number: int | None = None, now_ms: int 
 
 
 def grants(store: Store, session: Session, count: int) -> list[store_pb2.SlotRef]:
-    return list(step(store, session, grants_wanted=count).grants)
+    return list(step(store, session, grants_wanted=[count]).grants[0].slots)
 
 
 def commit(at: store_pb2.SlotRef, name: int, tenant: bytes = TENANT) -> store_pb2.Commit:
@@ -108,7 +114,7 @@ def granted_bytes(store: Store) -> int:
 
 
 def found(store: Store, session: Session, name: int) -> int:
-    request = store_pb2.LookupRequest(namespace_id=session.group.namespace, tenant=TENANT, keys=[key(name)])
+    request = store_pb2.LookupRequest(namespace_id=session.group.kinds[0].namespace, tenant=TENANT, keys=[key(name)])
     return store.lookup(request)[0]
 
 
@@ -194,10 +200,10 @@ def test_a_group_is_complete_while_every_rank_is_connected(store: Store) -> None
     pushed: list[bool] = []
     scheduler.on_group = lambda: pushed.append(store.group_state(scheduler.group).complete)
     attach(store, WORKER, world_size=2, range_bytes=HALF)
-    assert step(store, scheduler, grants_wanted=1).grants_short == store_pb2.OUTCOME_NOT_GRANTED
+    assert step(store, scheduler, grants_wanted=[1]).grants[0].short == store_pb2.OUTCOME_NOT_GRANTED
     second = attach(store, WORKER, world_size=2, rank=1, range_offset=HALF, range_bytes=HALF)
     state = store.group_state(scheduler.group)
-    assert (state.namespace_id, state.chunk_bytes) == (digest(document()), CHUNK_BYTES)
+    assert [(kind.namespace_id, kind.chunk_bytes) for kind in state.kinds] == [(digest(document()), CHUNK_BYTES)]
     assert len(grants(store, scheduler, 1)) == 1
     store.hang_up(second)
     assert pushed == [False, True, False]
@@ -306,10 +312,10 @@ def test_slots_that_do_not_exist_are_nobodys(store: Store) -> None:
 
 def test_a_number_seen_before_is_answered_and_not_applied_again(store: Store) -> None:
     session = attach(store)
-    first = step(store, session, number=1, grants_wanted=3, misses=5)
-    again = step(store, session, number=1, grants_wanted=3, misses=5)
+    first = step(store, session, number=1, grants_wanted=[3], misses=5)
+    again = step(store, session, number=1, grants_wanted=[3], misses=5)
     assert again == first
-    assert (len(first.grants), granted_bytes(store), store.stats(0).tiers[0].misses) == (3, 3 * 4096, 5)
+    assert (len(first.grants[0].slots), granted_bytes(store), store.stats(0).tiers[0].misses) == (3, 3 * 4096, 5)
 
 
 def test_a_message_is_never_skipped(store: Store) -> None:
@@ -338,7 +344,7 @@ def test_bad_messages_are_refused_whole(
 ) -> None:
     session = attach(store)
     with pytest.raises(error, match=message):
-        step(store, session, grants_wanted=1, misses=1, **fields)
+        step(store, session, grants_wanted=[1], misses=1, **fields)
     assert (granted_bytes(store), store.stats(0).tiers[0].misses, session.last_number) == (0, 0, 0)
 
 
@@ -392,7 +398,7 @@ def test_without_a_salt_nothing_is_stored_where_salts_are_required() -> None:
 
 def test_a_lookup_checks_what_it_is_given(store: Store) -> None:
     session = attach(store)
-    namespace = session.group.namespace
+    namespace = session.group.kinds[0].namespace
     ten_thousand = [key(name) for name in range(10_000)]
     request = store_pb2.LookupRequest(namespace_id=namespace, tenant=TENANT, keys=ten_thousand)
     assert store.lookup(request) == bytes(10_000)
@@ -408,10 +414,10 @@ def test_a_lookup_checks_what_it_is_given(store: Store) -> None:
 def test_one_group_may_always_hold_64_slots_and_in_a_small_arena_no_more() -> None:
     store = make_store(4 << 20)
     session = attach(store)
-    reply = step(store, session, grants_wanted=100)
-    assert (len(reply.grants), reply.grants_short) == (64, store_pb2.OUTCOME_NOT_GRANTED)
-    reply = step(store, session, aborts=reply.grants[:10], grants_wanted=20)
-    assert len(reply.grants) == 10
+    reply = step(store, session, grants_wanted=[100])
+    assert (len(reply.grants[0].slots), reply.grants[0].short) == (64, store_pb2.OUTCOME_NOT_GRANTED)
+    reply = step(store, session, aborts=reply.grants[0].slots[:10], grants_wanted=[20])
+    assert len(reply.grants[0].slots) == 10
 
 
 def test_a_large_arena_gives_one_group_a_sixteenth() -> None:
@@ -440,7 +446,7 @@ def test_a_full_tier_says_so(store: Store) -> None:
             step(store, session, leases=[granted])
     [granted] = grants(store, session, 1)  # evicts the chunk that is not leased
     other = attach(store, chunk_bytes=ARENA_BYTES // 2)
-    assert step(store, other, grants_wanted=1).grants_short == store_pb2.OUTCOME_REJECTED_TIER_FULL
+    assert step(store, other, grants_wanted=[1]).grants[0].short == store_pb2.OUTCOME_REJECTED_TIER_FULL
 
 
 def test_grants_outlive_the_connection_and_end_with_the_process(store: Store) -> None:
@@ -498,7 +504,7 @@ def test_a_session_that_hung_up_gets_nothing_more(store: Store) -> None:
     session = attach(store)
     store.hang_up(session)
     with pytest.raises(Unavailable, match=r"attach again"):
-        step(store, session, grants_wanted=1)
+        step(store, session, grants_wanted=[1])
     assert granted_bytes(store) == 0
 
 
@@ -511,7 +517,7 @@ def test_a_fresh_namespace_hides_what_was_there_and_ends_writes_begun_before(sto
     step(store, session, commits=[commit(before, 1)])
     reply = step(store, session, fresh_namespace=True, commits=[commit(running, 2)])
     assert reply.outcomes == [store_pb2.OUTCOME_NOT_GRANTED]
-    assert reply.group.namespace_id not in (b"", digest(document()))
+    assert reply.group.kinds[0].namespace_id not in (b"", digest(document()))
     assert found(store, session, 1) == MISS
     # The third grant is still the group's: a worker may be writing to it.
     assert granted_bytes(store) == 4096
@@ -528,11 +534,13 @@ def test_the_first_probe_wins_and_another_value_is_refused_with_both(store: Stor
     probe = {"engine_family": "vllm", "hash_algorithm": "sha256_cbor"}
     assert not step(store, first, probe=store_pb2.Probe(**probe, value=b"\x01")).HasField("group")
     [at] = grants(store, second, 1)
-    reply = step(store, second, probe=store_pb2.Probe(**probe, value=b"\x02"), grants_wanted=1, commits=[commit(at, 1)])
+    reply = step(
+        store, second, probe=store_pb2.Probe(**probe, value=b"\x02"), grants_wanted=[1], commits=[commit(at, 1)]
+    )
     assert "to 02," in reply.group.refused
     assert "on this node to 01," in reply.group.refused
     assert reply.outcomes == [store_pb2.OUTCOME_NOT_GRANTED]
-    assert list(reply.grants) == []
+    assert list(reply.grants[0].slots) == []
     assert granted_bytes(store) == 0
     other = store_pb2.Probe(engine_family="vllm", hash_algorithm="other", value=b"\x03")
     assert not step(store, third, probe=other).HasField("group")
@@ -597,7 +605,9 @@ def test_lists_go_page_by_page() -> None:
     [row] = [row for page in store.usage(admin_pb2.Selection(salt="salt-7")) for row in page.usage]
     assert (row.chunks, row.bytes, row.tenant_id) == (1, 4096, tenant_id(TENANT_KEY, "salt-7"))
     [page] = store.namespaces()
-    assert [(one.namespace_id, one.document) for one in page.namespaces] == [(session.group.namespace, document())]
+    assert [(one.namespace_id, one.document) for one in page.namespaces] == [
+        (session.group.kinds[0].namespace, document())
+    ]
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,12 @@ class FalsifyingConnector(KVStoreConnector):
         load = transfer.load
         trap = Path(os.environ[TRAP_VARIABLE])
 
-        def load_expecting_another_generation(job: int, mapped: Any, spec: ChunkSpec, **blocks: Any) -> None:
+        def load_expecting_another_generation(job: int, mapped: Any, spec: ChunkSpec, blocks: Any) -> None:
             if trap.exists():
                 generations = spec.generations.copy()
                 generations[int(trap.read_text())] += 1
                 trap.unlink()
                 spec = replace(spec, generations=generations)
-            load(job, mapped, spec, **blocks)
+            load(job, mapped, spec, blocks)
 
         transfer.load = load_expecting_another_generation  # type: ignore[method-assign]

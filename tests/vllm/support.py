@@ -146,6 +146,10 @@ def failed_load_chunks(engine: Engine) -> int:
     return int(engine.metrics().get(f"{metrics.FAILED_LOADS}_total", 0))
 
 
+def failed_store_chunks(engine: Engine) -> int:
+    return int(engine.metrics().get(f"{metrics.FAILED_STORES}_total", 0))
+
+
 def refused_chunks(engine: Engine) -> int:
     """What the engine gave up storing, by its own count; 0 for an engine without statistics."""
     return int(engine.metrics().get(f"{metrics.REFUSED_STORES}_total", 0))

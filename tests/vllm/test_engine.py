@@ -6,7 +6,7 @@ import pytest
 
 from connector.testing import Engine, random_prompt
 from kvstore._native import fill
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from tests.vllm.support import (
     BLOCK_TOKENS,
     FULL_CHUNKS,
@@ -98,9 +98,7 @@ def test_other_bytes_in_the_arena_change_the_tokens(engine: Engine, store: Store
     prompt = random_prompt(6, PROMPT_TOKENS)
     store.generate_and_commit(engine, prompt)
     engine.reset_prefix_cache()
-    attachment = Attachment(
-        role=Role.CLIENT, hash_seed=HASH_SEED, namespace={"made": "to scribble"}, chunk_bytes=64 << 10
-    )
+    attachment = Attachment(role=Role.CLIENT, hash_seed=HASH_SEED, kinds=(Kind({"made": "to scribble"}, 64 << 10),))
     session = Session.attach(store.endpoint, attachment)
     try:
         fill(session.arena.address, session.arena.nbytes, SCRIBBLE)

@@ -289,20 +289,20 @@ class TierStats(_message.Message):
     def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., granted_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., corruptions: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., removals: _Optional[int] = ..., sick: _Optional[str] = ..., dropped_stores: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., scrubbed_chunks: _Optional[int] = ..., unindexed_chunks: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
-    __slots__ = ("role", "group", "pid", "uid", "rank", "namespace_id")
+    __slots__ = ("role", "group", "pid", "uid", "rank", "namespace_ids")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_IDS_FIELD_NUMBER: _ClassVar[int]
     role: str
     group: str
     pid: int
     uid: int
     rank: int
-    namespace_id: bytes
-    def __init__(self, role: _Optional[str] = ..., group: _Optional[str] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., rank: _Optional[int] = ..., namespace_id: _Optional[bytes] = ...) -> None: ...
+    namespace_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, role: _Optional[str] = ..., group: _Optional[str] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., rank: _Optional[int] = ..., namespace_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AdmissionCount(_message.Message):
     __slots__ = ("kind", "reason", "decisions", "refused_chunks")

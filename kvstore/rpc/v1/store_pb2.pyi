@@ -50,28 +50,34 @@ FOUND_FS: Found
 FOUND_PENDING: Found
 
 class AttachRequest(_message.Message):
-    __slots__ = ("role", "group", "rank", "world_size", "namespace_document", "chunk_bytes", "range_offset", "range_bytes", "seed_fingerprint", "seed_shown")
+    __slots__ = ("role", "group", "rank", "world_size", "kinds", "seed_fingerprint", "seed_shown")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_DOCUMENT_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    RANGE_OFFSET_FIELD_NUMBER: _ClassVar[int]
-    RANGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
     SEED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SEED_SHOWN_FIELD_NUMBER: _ClassVar[int]
     role: Role
     group: str
     rank: int
     world_size: int
+    kinds: _containers.RepeatedCompositeFieldContainer[Kind]
+    seed_fingerprint: bytes
+    seed_shown: str
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., kinds: _Optional[_Iterable[_Union[Kind, _Mapping]]] = ..., seed_fingerprint: _Optional[bytes] = ..., seed_shown: _Optional[str] = ...) -> None: ...
+
+class Kind(_message.Message):
+    __slots__ = ("namespace_document", "chunk_bytes", "range_offset", "range_bytes")
+    NAMESPACE_DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RANGE_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    RANGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     namespace_document: str
     chunk_bytes: int
     range_offset: int
     range_bytes: int
-    seed_fingerprint: bytes
-    seed_shown: str
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., namespace_document: _Optional[str] = ..., chunk_bytes: _Optional[int] = ..., range_offset: _Optional[int] = ..., range_bytes: _Optional[int] = ..., seed_fingerprint: _Optional[bytes] = ..., seed_shown: _Optional[str] = ...) -> None: ...
+    def __init__(self, namespace_document: _Optional[str] = ..., chunk_bytes: _Optional[int] = ..., range_offset: _Optional[int] = ..., range_bytes: _Optional[int] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("instance_id", "group", "require_cache_salt")
@@ -84,16 +90,22 @@ class AttachReply(_message.Message):
     def __init__(self, instance_id: _Optional[bytes] = ..., group: _Optional[_Union[GroupState, _Mapping]] = ..., require_cache_salt: bool = ...) -> None: ...
 
 class GroupState(_message.Message):
-    __slots__ = ("complete", "namespace_id", "chunk_bytes", "refused")
+    __slots__ = ("complete", "kinds", "refused")
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     complete: bool
+    kinds: _containers.RepeatedCompositeFieldContainer[KindState]
+    refused: str
+    def __init__(self, complete: bool = ..., kinds: _Optional[_Iterable[_Union[KindState, _Mapping]]] = ..., refused: _Optional[str] = ...) -> None: ...
+
+class KindState(_message.Message):
+    __slots__ = ("namespace_id", "chunk_bytes")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     chunk_bytes: int
-    refused: str
-    def __init__(self, complete: bool = ..., namespace_id: _Optional[bytes] = ..., chunk_bytes: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
+    def __init__(self, namespace_id: _Optional[bytes] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
 
 class SlotRef(_message.Message):
     __slots__ = ("slot", "generation")
@@ -126,16 +138,18 @@ class Release(_message.Message):
     def __init__(self, at: _Optional[_Union[SlotRef, _Mapping]] = ..., loaded: bool = ..., promoted: bool = ...) -> None: ...
 
 class Chain(_message.Message):
-    __slots__ = ("tenant", "keys", "again", "unwaited")
+    __slots__ = ("tenant", "keys", "again", "kind", "unwaited")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     UNWAITED_FIELD_NUMBER: _ClassVar[int]
     tenant: bytes
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     again: int
+    kind: int
     unwaited: bool
-    def __init__(self, tenant: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., again: _Optional[int] = ..., unwaited: bool = ...) -> None: ...
+    def __init__(self, tenant: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., again: _Optional[int] = ..., kind: _Optional[int] = ..., unwaited: bool = ...) -> None: ...
 
 class Probe(_message.Message):
     __slots__ = ("engine_family", "hash_algorithm", "value")
@@ -240,7 +254,7 @@ class StepRequest(_message.Message):
     TAILS_FIELD_NUMBER: _ClassVar[int]
     number: int
     instance_id: bytes
-    grants_wanted: int
+    grants_wanted: _containers.RepeatedScalarFieldContainer[int]
     commits: _containers.RepeatedCompositeFieldContainer[Commit]
     aborts: _containers.RepeatedCompositeFieldContainer[SlotRef]
     leases: _containers.RepeatedCompositeFieldContainer[SlotRef]
@@ -255,27 +269,33 @@ class StepRequest(_message.Message):
     learned: _containers.RepeatedCompositeFieldContainer[Learned]
     learned_wanted: bool
     tails: _containers.RepeatedCompositeFieldContainer[SlotRef]
-    def __init__(self, number: _Optional[int] = ..., instance_id: _Optional[bytes] = ..., grants_wanted: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., touches: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., misses: _Optional[int] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., fresh_namespace: bool = ..., promotes: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., learning: _Optional[str] = ..., learned: _Optional[_Iterable[_Union[Learned, _Mapping]]] = ..., learned_wanted: bool = ..., tails: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., instance_id: _Optional[bytes] = ..., grants_wanted: _Optional[_Iterable[int]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., touches: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., misses: _Optional[int] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., fresh_namespace: bool = ..., promotes: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., learning: _Optional[str] = ..., learned: _Optional[_Iterable[_Union[Learned, _Mapping]]] = ..., learned_wanted: bool = ..., tails: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ...) -> None: ...
+
+class Grants(_message.Message):
+    __slots__ = ("slots", "short")
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SHORT_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.RepeatedCompositeFieldContainer[SlotRef]
+    short: Outcome
+    def __init__(self, slots: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., short: _Optional[_Union[Outcome, str]] = ...) -> None: ...
 
 class StepReply(_message.Message):
-    __slots__ = ("number", "grants", "grants_short", "outcomes", "group", "reads", "learned", "cpu_full")
+    __slots__ = ("number", "grants", "outcomes", "group", "reads", "learned", "cpu_full")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
-    GRANTS_SHORT_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     READS_FIELD_NUMBER: _ClassVar[int]
     LEARNED_FIELD_NUMBER: _ClassVar[int]
     CPU_FULL_FIELD_NUMBER: _ClassVar[int]
     number: int
-    grants: _containers.RepeatedCompositeFieldContainer[SlotRef]
-    grants_short: Outcome
+    grants: _containers.RepeatedCompositeFieldContainer[Grants]
     outcomes: _containers.RepeatedScalarFieldContainer[Outcome]
     group: GroupState
     reads: _containers.RepeatedCompositeFieldContainer[Read]
     learned: _containers.RepeatedCompositeFieldContainer[Learned]
     cpu_full: bool
-    def __init__(self, number: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., grants_short: _Optional[_Union[Outcome, str]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., group: _Optional[_Union[GroupState, _Mapping]] = ..., reads: _Optional[_Iterable[_Union[Read, _Mapping]]] = ..., learned: _Optional[_Iterable[_Union[Learned, _Mapping]]] = ..., cpu_full: bool = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grants, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., group: _Optional[_Union[GroupState, _Mapping]] = ..., reads: _Optional[_Iterable[_Union[Read, _Mapping]]] = ..., learned: _Optional[_Iterable[_Union[Learned, _Mapping]]] = ..., cpu_full: bool = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace_id", "tenant", "keys")

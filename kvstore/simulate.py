@@ -1,0 +1,297 @@
+"""Replay of a request trace: what tiers of given sizes would have held, saved and written.
+
+What stays is decided by the daemon's own native index, here without bytes (`_native.Replay`); the fs tier below is one,
+too, in plain LRU order, as its catalog keeps it. Recompute and transfer times are the cost model's. Requests come one
+after the other in the trace's order: nothing overlaps, so no store is late and no lease is in the way. Every hit is
+loaded.
+
+A trace has one JSON object a line: `timestamp` (ms), `input_length` (tokens), `hash_ids` (one for each block of prompt
+tokens, chained: equal ids mean equal prefixes up to there). Pure but for `read_trace`.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import _native
+from kvstore.costmodel import KVSize, RecomputeModel, TransferModel, drive_writes_per_day, recompute_s, transfer_s
+from kvstore.errors import ConfigurationError
+
+ADMISSIONS = ("always", "never")
+FS_POLICY = "lru"
+CHUNKS_MAX = 1 << 28  # per tier: the index takes some 300 bytes for each
+REQUESTS_PER_CALL = 1_000  # an interrupt is heard in between
+_BLOCK_TOKENS = tuple(1 << power for power in range(17))
+_BLOCKS_OFF_BY_MORE_THAN_ONE = 0.1  # of the requests, beyond which the block size is not to be told
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Request i refers to blocks ends[i-1] to ends[i] of `ids`."""
+
+    timestamps_ms: NDArray[np.float64]
+    input_tokens: NDArray[np.int64]
+    ids: NDArray[np.uint64]
+    ends: NDArray[np.uint64]
+    tokens_per_block: int
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.ends.astype(np.int64), prepend=0)
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last."""
+        return float(np.ptp(self.timestamps_ms)) / 1e3 if len(self.timestamps_ms) else 0.0
+
+    def in_chunks(self, tokens_per_chunk: int) -> "Trace":
+        """Several blocks a chunk, which has the id of its last one; an incomplete last chunk is dropped.
+        ConfigurationError."""
+        blocks, rest = divmod(tokens_per_chunk, self.tokens_per_block)
+        if blocks < 1 or rest:
+            raise ConfigurationError(
+                f"--tokens-per-chunk {tokens_per_chunk} is not a multiple of the trace's blocks of "
+                f"{self.tokens_per_block} tokens"
+            )
+        if blocks == 1:
+            return self
+        chains = [chain[blocks - 1 :: blocks] for chain in np.split(self.ids, self.ends[:-1].astype(np.int64))]
+        return _trace(self.timestamps_ms, self.input_tokens, chains, tokens_per_chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Of the engine whose time is saved. Transfer times are one rank's."""
+
+    recompute: RecomputeModel
+    kv_bytes_per_token: float
+    kv_on_rank: KVSize
+    cpu_link: TransferModel
+    fs_link: TransferModel  # both hops
+    note: str
+
+    def chunk_bytes(self, tokens_per_chunk: int) -> int:
+        return round(self.kv_bytes_per_token * tokens_per_chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class TierResult:
+    name: str
+    capacity_chunks: int
+    hits: int
+    evictions: int
+    written_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    trace: Trace
+    eviction_policy: str
+    admission: str
+    hardware: Hardware
+    tiers: tuple[TierResult, ...]  # cpu, and fs where there is one
+    hits: NDArray[np.uint32]  # chunks, per request, of either tier
+    fs_hits: NDArray[np.uint32]
+    drive_bytes: float
+    replay_s: float
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.hardware.chunk_bytes(self.trace.tokens_per_block)
+
+    @property
+    def chunk_hit_rate(self) -> float:
+        return int(self.hits.sum()) / max(1, len(self.trace.ids))
+
+    @property
+    def hit_tokens(self) -> NDArray[np.int64]:
+        """The last block of a prompt may be a part of one."""
+        return np.minimum(self.hits.astype(np.int64) * self.trace.tokens_per_block, self.trace.input_tokens)
+
+    @property
+    def token_hit_rate(self) -> float:
+        return int(self.hit_tokens.sum()) / max(1, int(self.trace.input_tokens.sum()))
+
+    @property
+    def recompute_s(self) -> float:
+        """What the hits would have cost to compute."""
+        model = self.hardware.recompute
+        return float(sum(count * recompute_s(model, 0, tokens) for tokens, count in _counted(self.hit_tokens)))
+
+    @property
+    def load_s(self) -> float:
+        fs_tokens = np.minimum(self.fs_hits.astype(np.int64) * self.trace.tokens_per_block, self.hit_tokens)
+        loads = ((self.hardware.cpu_link, self.hit_tokens - fs_tokens), (self.hardware.fs_link, fs_tokens))
+        return float(
+            sum(
+                count * transfer_s(link, self.hardware.kv_on_rank.of(loaded))
+                for link, tokens in loads
+                for loaded, count in _counted(tokens)
+            )
+        )
+
+    @property
+    def seconds_saved(self) -> float:
+        """Recompute time that the hits spared, less the time that their loads took."""
+        return self.recompute_s - self.load_s
+
+    @property
+    def drive_writes_per_day(self) -> float | None:
+        if len(self.tiers) < 2 or self.trace.seconds == 0:
+            return None
+        written = self.tiers[1].written_chunks * self.chunk_bytes
+        return drive_writes_per_day(written / self.trace.seconds, self.drive_bytes)
+
+    @property
+    def references_per_s(self) -> float:
+        return len(self.trace.ids) / self.replay_s if self.replay_s > 0 else 0.0
+
+    def document(self) -> dict[str, object]:
+        """What `kvstore simulate --json` prints."""
+        return {
+            "requests": len(self.trace.ends),
+            "chunk_references": len(self.trace.ids),
+            "tokens": int(self.trace.input_tokens.sum()),
+            "trace_seconds": self.trace.seconds,
+            "tokens_per_chunk": self.trace.tokens_per_block,
+            "chunk_bytes": self.chunk_bytes,
+            "eviction_policy": self.eviction_policy,
+            "admission": self.admission,
+            "hardware": self.hardware.note,
+            "chunk_hit_rate": self.chunk_hit_rate,
+            "token_hit_rate": self.token_hit_rate,
+            "seconds_saved": self.seconds_saved,
+            "recompute_seconds": self.recompute_s,
+            "load_seconds": self.load_s,
+            "bytes_written": self.tiers[0].written_chunks * self.chunk_bytes,
+            "drive_writes_per_day": self.drive_writes_per_day,
+            "tiers": [
+                {
+                    "name": tier.name,
+                    "capacity_chunks": tier.capacity_chunks,
+                    "capacity_bytes": tier.capacity_chunks * self.chunk_bytes,
+                    "hits": tier.hits,
+                    "evictions": tier.evictions,
+                    "bytes_written": tier.written_chunks * self.chunk_bytes,
+                }
+                for tier in self.tiers
+            ],
+            "chunk_references_per_s": self.references_per_s,
+        }
+
+
+def simulate(
+    trace: Trace,
+    *,
+    cpu_chunks: int,
+    fs_chunks: int | None,
+    eviction_policy: str,
+    admission: str,
+    hardware: Hardware,
+    drive_bytes: float,
+) -> Simulation:
+    """`fs_chunks` None: no fs tier. ConfigurationError: a tier without a chunk, or larger than can be simulated."""
+    assert admission in ADMISSIONS, f"admission {admission!r}"
+    cpu = _index("cpu", cpu_chunks, eviction_policy)
+    fs = None if fs_chunks is None else _index("fs", fs_chunks, FS_POLICY)
+    replay = _native.Replay(cpu, cpu_chunks, fs)
+    store_ends = (trace.lengths if admission == "always" else np.zeros(len(trace.ends))).astype(np.uint32)
+    columns: list[tuple[NDArray[np.uint32], ...]] = []
+    began_s = time.perf_counter()
+    for first in range(0, len(trace.ends), REQUESTS_PER_CALL):
+        ends = trace.ends[first : first + REQUESTS_PER_CALL]
+        begin = int(trace.ends[first - 1]) if first else 0
+        chains = trace.ids[begin : int(ends[-1])]
+        columns.append(replay.serve(chains, ends - np.uint64(begin), store_ends[first : first + len(ends)]))
+    replay_s = time.perf_counter() - began_s
+    hits, fs_hits, stored, written = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    evictions = cpu.stats()["evictions"]
+    tiers = [TierResult("cpu", cpu_chunks, int(hits.sum() - fs_hits.sum()), evictions, int(stored.sum()))]
+    if fs is not None and fs_chunks is not None:
+        tiers.append(TierResult("fs", fs_chunks, int(fs_hits.sum()), fs.stats()["evictions"], int(written.sum())))
+    return Simulation(trace, eviction_policy, admission, hardware, tuple(tiers), hits, fs_hits, drive_bytes, replay_s)
+
+
+def _index(tier: str, chunks: int, eviction_policy: str) -> _native.Index:
+    """Of a tier that holds so many chunks, with a page of no memory for each."""
+    if not 0 < chunks <= CHUNKS_MAX:
+        raise ConfigurationError(f"a {tier} tier of {chunks} chunks cannot be simulated: 1 to {CHUNKS_MAX} can")
+    arena_bytes = chunks * _native.SLOT_ALIGNMENT
+    unit_bytes = _native.Index.unit_bytes_for(arena_bytes)
+    table_bytes = _native.Index.table_bytes_for(chunks, arena_bytes, unit_bytes)
+    table_fd = _native.create_memfd(f"kvstore-simulated-{tier}", table_bytes)
+    try:
+        index = _native.Index(
+            table_fd=table_fd,
+            table_bytes=table_bytes,
+            arena=None,
+            arena_bytes=arena_bytes,
+            unit_bytes=unit_bytes,
+            index_key=bytes(16),  # the same run twice gives the same figures
+            instance_id=bytes(16),
+            eviction_policy=eviction_policy,
+        )
+    finally:
+        os.close(table_fd)
+    index.set_prefaulted(arena_bytes)
+    return index
+
+
+def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
+    """`tokens_per_block` None: it follows from the requests' lengths. ConfigurationError, naming the line."""
+    timestamps: list[float] = []
+    tokens: list[int] = []
+    chains: list[NDArray[np.uint64]] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    request = json.loads(line)
+                    timestamps.append(float(request["timestamp"]))
+                    tokens.append(int(request["input_length"]))
+                    chains.append(np.array(request["hash_ids"], np.uint64))
+                except (ValueError, TypeError, KeyError, OverflowError) as error:
+                    raise ConfigurationError(
+                        f"{path}, line {number}: not a request with timestamp, input_length and hash_ids ({error})"
+                    ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error}") from None
+    if not chains:
+        raise ConfigurationError(f"{path} has no request in it")
+    lengths = [len(chain) for chain in chains]
+    block = tokens_per_block or _block_tokens(tokens, lengths)
+    if block is None:
+        raise ConfigurationError(
+            f"{path}: its requests' input_length and number of hash_ids fit no size of a block; say it with "
+            "--tokens-per-block"
+        )
+    return _trace(np.array(timestamps), np.array(tokens, np.int64), chains, block)
+
+
+def _counted(values: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Each value, and how often it is there."""
+    each, counts = np.unique(values, return_counts=True)
+    return zip(each.tolist(), counts.tolist(), strict=True)
+
+
+def _block_tokens(tokens: Sequence[int], lengths: Sequence[int]) -> int | None:
+    """The power of two of which the requests have as many as ids, most nearly; a last one may be there in part."""
+    off = {block: np.abs(np.array(tokens) / block - np.array(lengths)) for block in _BLOCK_TOKENS}
+    block = min(off, key=lambda one: float(off[one].mean()))
+    return block if float(np.mean(off[block] > 1)) <= _BLOCKS_OFF_BY_MORE_THAN_ONE else None
+
+
+def _trace(
+    timestamps_ms: NDArray[np.float64], tokens: NDArray[np.int64], chains: Sequence[NDArray[np.uint64]], block: int
+) -> Trace:
+    ends = np.cumsum([len(chain) for chain in chains]).astype(np.uint64)
+    ids = np.concatenate([np.zeros(0, np.uint64), *chains])
+    return Trace(timestamps_ms, tokens, ids, ends, block)

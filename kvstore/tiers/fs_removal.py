@@ -1,0 +1,240 @@
+"""Removals that last: out of reach at once, forgotten a slice at a time, then zeroed on disk, then reported.
+
+Concurrency: the event loop's, but for the zeroing, which the worker does. Any number of removals sweep through the
+catalog at a time, between other turns of the loop; meanwhile `find` is what says whether a chunk is there, and forgets
+one that a sweep has not reached yet. What was written after a removal began (its sequence says so) stays. One removal
+at a time is then made to last, in the order in which they came.
+
+    forgotten, and no read or write of it runs -> commit, so that the index has none of it -> ghosts taken -> headers
+    zeroed and synced, or the whole slab's epoch raised -> slots free -> reported
+
+Ghosts are free slots that still bear a header of what is removed: an eviction leaves it there, a failed write may have.
+When the daemon dies, an unreported removal may have happened in part.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from kvstore.tiers.base import ChunkId, Removed, Scope
+from kvstore.tiers.fs_catalog import Catalog, Entry, Place, Slab
+from kvstore.tiers.fs_directory import FsDirectory, Step
+from kvstore.tiers.fs_format import SlabHeader
+from kvstore.tiers.fs_journal import Journal
+from kvstore.tiers.fs_worker import Failure, Worker, said
+
+log = logging.getLogger(__name__)
+
+SLOTS_ZEROED_ONE_BY_ONE_MAX = 8  # more, and all that a slab holds: its epoch is raised instead
+STEPS_PER_SLICE = 1_000  # a third of a microsecond or so each
+STEPS_OF_A_FORGET = 20
+STEPS_OF_A_FREE = 5
+
+
+class Write(Protocol):
+    """One that runs, as far as a removal is concerned."""
+
+    ghosts: frozenset[ChunkId]  # whose headers lay in the slot before
+    watched_by: "Removal | None"  # which covers one of them
+
+
+class Loop(Protocol):
+    def call_soon(self, call: Callable[..., None], /, *arguments: object) -> object: ...
+
+
+@dataclass(eq=False, slots=True)
+class Removal:
+    scope: Scope
+    done: Callable[[Removed], None]
+    before: int  # writes of a higher sequence began after it
+    slots: dict[Slab, dict[int, frozenset[ChunkId]]] = field(default_factory=dict)  # to be zeroed, with whose headers
+    waits_for: int = 1  # reads and writes that must return first, and the sweep
+    is_swept: bool = False
+    has_ghosts: bool = False  # they have been added
+    chunks: int = 0
+    nbytes: int = 0
+
+    def covers(self, entry: Entry) -> bool:
+        return not entry.forgotten and entry.sequence <= self.before and self.scope.covers(entry.chunk)
+
+    def add(self, place: Place, headers: frozenset[ChunkId]) -> None:
+        self.slots.setdefault(place.slab, {})[place.slot] = headers
+
+
+class Removals:
+    """`running`: the writes that run now. `on_last_reader`: calls for forgotten chunks that somebody still reads.
+    `next_epoch`: of a slab, with a header that says so. `on_failure` is told why a removal may not last, `on_end` that
+    one has ended, and there are free slots."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        journal: Journal,
+        directory: FsDirectory,
+        worker: Worker,
+        loop: Loop,
+        step: Step,
+        *,
+        running: Callable[[], Collection[Write]],
+        on_last_reader: dict[Entry, Callable[[], None]],
+        next_epoch: Callable[[Slab], SlabHeader],
+        on_failure: Callable[[str], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._catalog = catalog
+        self._journal = journal
+        self._directory = directory
+        self._worker = worker
+        self._loop = loop
+        self._step = step
+        self._running = running
+        self._on_last_reader = on_last_reader
+        self._next_epoch = next_epoch
+        self._on_failure = on_failure
+        self._on_end = on_end
+        self._waiting: list[Removal] = []  # the first one is made to last, once it is swept
+        self._sweeping: list[Removal] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting
+
+    def find(self, chunk: ChunkId) -> Entry | None:
+        """The chunk, if it is held and no removal covers it."""
+        entry = self._catalog.entries.get(chunk)
+        if entry is None:
+            return None
+        removal = next((each for each in self._sweeping if each.covers(entry)), None)
+        if removal is None:
+            return entry
+        self._forget(removal, entry)
+        return None
+
+    def begin(self, scope: Scope, done: Callable[[Removed], None]) -> Removal:
+        """The caller sees to the writes that run: each that it dooms adds one to `waits_for`."""
+        removal = Removal(scope, done, self._journal.sequence)
+        self._waiting.append(removal)
+        self._sweeping.append(removal)
+        self._loop.call_soon(self._sweep, removal, self._candidates(scope))
+        return removal
+
+    def hand_over(self, removal: Removal, place: Place, headers: frozenset[ChunkId]) -> None:
+        """What the removal waited for has returned, and leaves it the slot."""
+        removal.add(place, headers)
+        self.one_less(removal)
+
+    def one_less(self, removal: Removal) -> None:
+        removal.waits_for -= 1
+        self._make_it_last(removal)
+
+    # Sweep
+
+    def _candidates(self, scope: Scope) -> Iterator[Entry]:
+        if scope.chunks is not None:
+            for chunk in scope.chunks:
+                if (entry := self._catalog.entries.get(chunk)) is not None:
+                    yield entry
+            return
+        for slab in list(self._catalog.slabs.values()):  # what comes later is too young
+            yield from list(slab.held.values())
+
+    def _sweep(self, removal: Removal, candidates: Iterator[Entry]) -> None:
+        steps = 0
+        for entry in candidates:
+            if removal.covers(entry):
+                self._forget(removal, entry)
+                steps += STEPS_OF_A_FORGET
+            steps += 1
+            if steps >= STEPS_PER_SLICE:
+                self._loop.call_soon(self._sweep, removal, candidates)
+                return
+        removal.is_swept = True
+        self._sweeping.remove(removal)
+        if self._waiting[0] is removal:
+            self._take_ghosts_after_commit()
+        self.one_less(removal)
+
+    def _forget(self, removal: Removal, entry: Entry) -> None:
+        removal.chunks += 1
+        removal.nbytes += entry.slot_bytes
+        place = self._catalog.forget(entry)
+        self._journal.forget(entry)
+        headers = frozenset({entry.chunk})
+        if entry.readers:
+            removal.waits_for += 1
+            self._on_last_reader[entry] = partial(self.hand_over, removal, place, headers)
+        else:
+            removal.add(place, headers)
+
+    # On disk
+
+    def _take_ghosts_after_commit(self) -> None:
+        # What was evicted before is free by the time this commit is done, with its ghosts.
+        self._journal.after_commit(partial(self._take_ghosts, self._waiting[0]))
+
+    def _take_ghosts(self, removal: Removal) -> None:
+        ghosts = {
+            place: headers
+            for place, headers in self._catalog.free_ghosts()
+            if any(removal.scope.covers(chunk) for chunk in headers)
+        }
+        self._catalog.take(ghosts)
+        for place, headers in ghosts.items():
+            removal.add(place, headers)
+        for write in self._running():
+            if any(removal.scope.covers(chunk) for chunk in write.ghosts):
+                write.watched_by = removal
+                removal.waits_for += 1
+        removal.has_ghosts = True
+        self._make_it_last(removal)
+
+    def _make_it_last(self, removal: Removal) -> None:
+        if removal.waits_for or not removal.has_ghosts:
+            return
+        forget: list[tuple[int, SlabHeader]] = []
+        zero: list[tuple[Slab, list[int]]] = []
+        for slab, covered in removal.slots.items():
+            whole = not slab.held and not slab.reading and slab.taken == len(covered)
+            if whole and len(covered) > SLOTS_ZEROED_ONE_BY_ONE_MAX:
+                slab.ghosts.clear()
+                forget.append((slab.fd, self._next_epoch(slab)))
+            else:
+                zero.append((slab, list(covered)))
+
+        def work() -> None:
+            self._step("removing")
+            self._directory.settle()
+            for fd, header in forget:
+                self._directory.forget_slab(fd, header)
+            for slab, slots in zero:
+                self._directory.zero_slots(slab.fd, slots, slab.slot_bytes)
+            self._step("removed")
+
+        self._worker.run(work, partial(self._zeroed, removal))
+
+    def _zeroed(self, removal: Removal, result: Failure | None) -> None:
+        failed = None if result is None else said(result)
+        if failed is not None:
+            log.error("%s: a removal may not last: %s", self._directory.path, failed)
+            self._on_failure(f"removing: {failed}")
+        slots = (
+            (Place(slab, slot), headers) for slab, covered in removal.slots.items() for slot, headers in covered.items()
+        )
+        self._free(removal, slots, failed)
+
+    def _free(self, removal: Removal, slots: Iterator[tuple[Place, frozenset[ChunkId]]], failed: str | None) -> None:
+        steps = 0
+        for place, headers in slots:
+            self._catalog.free(place, headers if failed else frozenset())
+            steps += STEPS_OF_A_FREE
+            if steps >= STEPS_PER_SLICE:
+                self._loop.call_soon(self._free, removal, slots, failed)
+                return
+        self._loop.call_soon(removal.done, Removed(removal.chunks, removal.nbytes, failed))
+        assert self._waiting[0] is removal
+        del self._waiting[0]
+        if self._waiting and self._waiting[0].is_swept:
+            self._take_ghosts_after_commit()
+        self._on_end()

@@ -1,0 +1,152 @@
+"""Models that mix full attention with sliding windows, through vLLM's real scheduler and both halves.
+
+`connector_engine` checks every page that a forward pass would read and every byte that is committed; slots are full of
+poison before they are written.
+"""
+
+import os
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("vllm")
+os.environ.setdefault("PYTHONHASHSEED", "0")
+
+from connector import metrics
+from tests.unit.connector_engine import BLOCK_TOKENS, SEED, PretendEngine
+
+PROMPT = [i % 97 for i in range(44)]
+WINDOWS = (None, 8, 16)
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", SEED)
+
+
+def mixed_engine(**options) -> PretendEngine:
+    return PretendEngine(**{"windows": WINDOWS, "blocks": 100, **options})
+
+
+def stored_by_kind(engine: PretendEngine) -> list[int]:
+    counts = Counter(namespace for namespace, _, _ in engine.daemon.stored)
+    return [counts[namespace] for namespace in engine.daemon.namespaces]
+
+
+def test_a_prompt_is_stored_and_loaded_in_every_group():
+    engine = mixed_engine()
+    engine.serve("cold", PROMPT, max_tokens=1)
+    chunks = len(PROMPT) // (2 * BLOCK_TOKENS)
+    assert stored_by_kind(engine)[0] == chunks
+    assert min(stored_by_kind(engine)) > 0
+    engine.scheduler.reset_prefix_cache()
+    engine.serve("warm", PROMPT, max_tokens=1)
+    assert engine.daemon.hits == engine.metric(metrics.LOADED_CHUNKS) == chunks + 1 + 2
+    assert engine.daemon.failed_loads == 0
+
+
+def test_of_a_window_only_what_it_reads_is_loaded_or_missed():
+    engine = mixed_engine(blocks_per_chunk=1)
+    engine.serve("cold", PROMPT, max_tokens=1)
+    full = len(PROMPT) // BLOCK_TOKENS
+    read = [full, 2, 4]  # windows of 8 and 16 tokens, in chunks of 4
+    assert engine.daemon.misses == sum(read)
+    engine.scheduler.reset_prefix_cache()
+    engine.serve("warm", PROMPT, max_tokens=1)
+    assert engine.daemon.hits == sum(read) - 1  # the chunk of the last token is computed
+    assert engine.daemon.misses == sum(read)
+
+
+@pytest.mark.parametrize("position", [0, 2, 5, 7])
+def test_a_failed_load_costs_a_recompute_and_its_chunk_is_not_tried_again(position):
+    engine = mixed_engine()
+    engine.serve("cold", PROMPT, max_tokens=1)
+    engine.scheduler.reset_prefix_cache()
+    engine.copier.failures.append({position})
+    request = engine.serve("warm", PROMPT, max_tokens=1)
+    assert request.is_finished()
+    assert engine.daemon.failed_loads == 1
+    assert engine.metric(metrics.FAILED_LOADS) == 1
+    assert not +engine.daemon.leases
+
+
+def test_after_a_failed_load_of_a_window_nothing_goes_on_from_its_middle():
+    """What lies before the failed chunk is no prefix: of a window only the tail was ever loaded."""
+    engine = mixed_engine(windows=(16,), blocks_per_chunk=1)
+    engine.serve("cold", PROMPT, max_tokens=1)
+    engine.scheduler.reset_prefix_cache()
+    engine.copier.failures.append({2})
+    engine.serve("warm", PROMPT, max_tokens=1)
+    assert engine.daemon.failed_loads == 1
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [2, 3])
+def test_no_hole_is_committed(blocks_per_chunk):
+    """A window's blocks are given back while later ones are stored; a chunk that lost one is nobody's."""
+    engine = mixed_engine(blocks_per_chunk=blocks_per_chunk, windows=(None, 5))
+    for length in (44, 38, 27):
+        engine.serve(f"first-{length}", PROMPT[:length], max_tokens=3)
+        engine.serve(f"again-{length}", PROMPT[:length] + [99] * 9, max_tokens=9)  # its past is in the GPU, as nulls
+    assert min(stored_by_kind(engine)) > 0
+    assert engine.metric(metrics.FAILED_STORES) > 0, "no hole came up: the test proves nothing"
+    assert sorted(engine.daemon.granted) == sorted(slot for slot, _ in engine.steps.free)
+
+
+def test_only_chains_name_parents_and_are_touched_whole():
+    engine = mixed_engine(blocks_per_chunk=1)
+    engine.serve("cold", PROMPT, max_tokens=1)
+    engine.daemon.touched.clear()
+    engine.daemon.touched_kinds.clear()
+    engine.serve("again", PROMPT, max_tokens=1)
+    whole = len(PROMPT) // BLOCK_TOKENS
+    touched = zip(engine.daemon.touched, engine.daemon.touched_kinds, strict=True)
+    assert whole in [len(keys) for keys, kind in touched if kind == 0]
+    assert {1, 2} <= set(engine.daemon.touched_kinds)
+
+
+def test_where_slots_are_few_a_chain_keeps_its_head():
+    engine = mixed_engine(slots=6)
+    now = [0.0]
+    engine.half._clock = lambda: now[0]
+
+    def later(step=engine.step):
+        now[0] += 0.5
+        step()
+
+    engine.step = later
+    engine.serve("cold", PROMPT, max_tokens=1)
+    head = [key for namespace, _, key in engine.daemon.stored if namespace == engine.daemon.namespace]
+    hashes = engine.requests["cold"].block_hashes
+    assert head == [hashes[2 * i + 1] for i in range(len(head))]
+    assert engine.metric(metrics.REFUSED_STORES) > 0
+
+
+def test_chunks_on_disk_are_promoted_in_every_group_before_the_load():
+    engine = mixed_engine(extra={"prefetch_policy": "wait_complete"})
+    engine.serve("cold", PROMPT, max_tokens=1)
+    engine.scheduler.reset_prefix_cache()
+    engine.daemon.demote_all()
+    engine.add("warm", PROMPT, max_tokens=1)
+    for _ in range(3):
+        engine.step()
+    asked = Counter(namespace for namespace, _, _ in engine.daemon.pending)
+    assert asked[engine.daemon.namespace] == len(PROMPT) // (2 * BLOCK_TOKENS)
+    assert set(asked) == set(engine.daemon.namespaces)
+    engine.daemon.land()
+    engine.run()
+    assert engine.daemon.fs_hits > len(PROMPT) // (2 * BLOCK_TOKENS)
+    assert engine.daemon.failed_loads == 0
+
+
+def test_a_model_of_windows_only_is_stored_and_loaded():
+    engine = mixed_engine(windows=(8,))
+    engine.serve("cold", PROMPT, max_tokens=1)
+    engine.scheduler.reset_prefix_cache()
+    engine.daemon.demote_all()
+    engine.add("warm", PROMPT + [7] * 20, max_tokens=1)
+    for _ in range(2):
+        engine.step()
+    assert engine.daemon.pending, "the last whole window is asked for, though the prompt goes on"
+    engine.daemon.land()
+    engine.run()
+    assert engine.daemon.fs_hits > 0

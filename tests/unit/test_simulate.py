@@ -1,0 +1,237 @@
+"""`kvstore simulate`: the figures that the default eviction policy has to reach, and what the replay counts.
+
+The traces of `$KVSTORE_TEST_DATA` have published figures to beat; the generated ones are there so that tuning to those
+shows, and are compared with the peers' policies on the spot.
+"""
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvstore import simulate
+from kvstore.cli import app
+from kvstore.config import EVICTION_POLICIES, EVICTION_POLICY_DEFAULT
+from kvstore.costmodel import KVSize, RecomputeModel, TransferModel
+from kvstore.errors import ConfigurationError
+from kvstore.simulate import Hardware, Simulation, Trace, read_trace
+from tests.unit import traces
+from tests.unit.peers import PEERS
+
+TOKEN_BYTES = 1_000
+HARDWARE = Hardware(
+    recompute=RecomputeModel(0.0, 1e-3, 0.0, 1.0),
+    kv_bytes_per_token=TOKEN_BYTES,
+    kv_on_rank=KVSize(TOKEN_BYTES),
+    cpu_link=TransferModel(10e6, 0.0),
+    fs_link=TransferModel(2e6, 0.0),
+    note="a thousand tokens a second, ten thousand from memory, two thousand from disk",
+)
+# Of vLLM's LRU, its ARC and its threshold of two the best one, by the size of the tier in chunks of 512 tokens.
+CONVERSATION_PEERS = {1_000: 0.0575, 3_000: 0.1268, 10_000: 0.2116, 30_000: 0.3257, 100_000: 0.3637}
+CONVERSATION_LRU = {1_000: 0.0445, 3_000: 0.0653, 10_000: 0.2116, 30_000: 0.3257, 100_000: 0.3637}
+AGENT_PEERS = {20: 0.0546, 47: 0.3342, 120: 0.6547, 250: 0.7937, 700: 0.9361, 1_500: 0.9370}
+WITHIN = 0.002
+
+
+@cache
+def shared_trace(name: str) -> Trace:
+    directory = os.environ.get("KVSTORE_TEST_DATA")
+    if not directory:
+        pytest.skip("KVSTORE_TEST_DATA is not set: it names the directory that holds reference/ and traces/")
+    return read_trace(Path(directory) / "traces" / name)
+
+
+def run(trace: Trace, cpu_chunks: int, policy: str = EVICTION_POLICY_DEFAULT, **changes: object) -> Simulation:
+    settings: dict[str, object] = {
+        "cpu_chunks": cpu_chunks, "fs_chunks": None, "eviction_policy": policy, "admission": "always",
+        "hardware": HARDWARE, "drive_bytes": 1e9,
+    }  # fmt: skip
+    return simulate.simulate(trace, **(settings | changes))  # type: ignore[arg-type]
+
+
+def trace_of(chains: list[list[int]], path: Path) -> Trace:
+    return read_trace(traces.write(path / "trace.jsonl", chains))
+
+
+# ---- what the default policy must reach
+
+
+@pytest.mark.parametrize("chunks", CONVERSATION_PEERS)
+def test_on_the_conversation_trace_the_default_is_as_good_as_the_best_peer_at_every_size(chunks: int) -> None:
+    trace = shared_trace("mooncake_conversation_trace.jsonl")
+    assert (trace.tokens_per_block, len(trace.ids), len(trace.ends)) == (512, 288_500, 12_031)
+    assert run(trace, chunks).chunk_hit_rate >= CONVERSATION_PEERS[chunks] - WITHIN
+
+
+@pytest.mark.parametrize("chunks", CONVERSATION_LRU)
+def test_lru_is_as_good_as_any_lru(chunks: int) -> None:
+    found = run(shared_trace("mooncake_conversation_trace.jsonl"), chunks, "lru").chunk_hit_rate
+    assert found == pytest.approx(CONVERSATION_LRU[chunks], abs=WITHIN)
+
+
+@pytest.mark.parametrize("chunks", AGENT_PEERS)
+def test_on_the_agent_trace_the_default_is_as_good_as_the_best_peer(chunks: int) -> None:
+    trace = shared_trace("lmcache_miniswe_blk64approx.jsonl")
+    assert trace.tokens_per_block == 64
+    assert run(trace, chunks).chunk_hit_rate >= AGENT_PEERS[chunks] - WITHIN
+
+
+def test_the_peers_of_these_tests_are_the_published_ones() -> None:
+    trace = shared_trace("mooncake_conversation_trace.jsonl")
+    chains = [chain.tolist() for chain in np.split(trace.ids, trace.ends[:-1].astype(np.int64))]
+    published = {"lru": 0.2116, "arc": 0.1959, "threshold of two": 0.2059}
+    assert {name: peer(chains, 10_000) for name, peer in PEERS.items()} == pytest.approx(published, abs=0.0005)
+
+
+@cache
+def compared(kind: str) -> dict[float, tuple[float, float]]:
+    """Ours and the best peer's hit rate, by the size of the tier as a share of all the chunks there are."""
+    chains = traces.chains_of(kind, seed=1, requests=3_000)
+    ids = np.array([key for chain in chains for key in chain], np.uint64)
+    ends = np.cumsum([len(chain) for chain in chains]).astype(np.uint64)
+    trace = Trace(np.arange(len(chains), dtype=np.float64), np.diff(ends.astype(np.int64), prepend=0), ids, ends, 1)
+    found = {}
+    for share in (0.03, 0.1, 0.3):
+        chunks = int(share * len(np.unique(ids)))
+        found[share] = (run(trace, chunks).chunk_hit_rate, max(peer(chains, chunks) for peer in PEERS.values()))
+    return found
+
+
+@pytest.mark.parametrize("kind", traces.KINDS)
+def test_on_no_kind_of_generated_trace_is_a_peer_clearly_better(kind: str) -> None:
+    for share, (ours, peer) in compared(kind).items():
+        assert ours >= peer - 0.006, f"{kind}, a tier of {share:.0%}: {ours:.4f}, and a peer {peer:.4f}"
+
+
+def test_over_all_kinds_of_generated_traces_the_default_is_clearly_better_than_the_best_peer_of_each() -> None:
+    gains = [ours - peer for kind in traces.KINDS for ours, peer in compared(kind).values()]
+    assert sum(gains) / len(gains) > 0.01
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_no_policy_finds_more_than_there_is_to_find(policy: str, tmp_path: Path) -> None:
+    chains = traces.chains_of("documents", seed=2, requests=500)
+    trace = trace_of([list(chain) for chain in chains], tmp_path)
+    seen: set[int] = set()
+    most = 0
+    for chain in chains:
+        most += next((i for i, key in enumerate(chain) if key not in seen), len(chain))
+        seen.update(chain)
+    everything = run(trace, len(seen), policy)
+    assert int(everything.hits.sum()) == most
+    assert everything.tiers[0].evictions == 0
+    assert run(trace, len(seen) // 10, policy).chunk_hit_rate < everything.chunk_hit_rate
+
+
+# ---- what is counted
+
+
+def test_hits_time_and_bytes_of_a_trace_that_can_be_counted_by_hand(tmp_path: Path) -> None:
+    trace = trace_of([[1, 2, 3, 4], [1, 2, 5], [9], [1, 2, 3, 4]], tmp_path)
+    found = run(trace, 4, "lru").document()
+    # 1 2 3 4; then 5 takes the place of 4, 9 that of 3 (its child has gone), and the last finds 1 and 2
+    assert found["chunk_hit_rate"] == 4 / 12
+    assert found["token_hit_rate"] == 4 / 12
+    chunk_tokens = traces.BLOCK_TOKENS
+    assert found["recompute_seconds"] == pytest.approx(2 * 2 * chunk_tokens * 1e-3)
+    assert found["load_seconds"] == pytest.approx(2 * 2 * chunk_tokens * TOKEN_BYTES / 10e6)
+    assert found["seconds_saved"] == pytest.approx(4 * chunk_tokens * 0.9e-3)
+    assert found["bytes_written"] == 8 * chunk_tokens * TOKEN_BYTES
+    assert found["drive_writes_per_day"] is None
+    [tier] = found["tiers"]  # type: ignore[misc]
+    assert (tier["name"], tier["capacity_chunks"], tier["hits"], tier["evictions"]) == ("cpu", 4, 4, 4)
+
+
+def test_what_the_cpu_tier_lost_comes_back_from_the_fs_tier(tmp_path: Path) -> None:
+    trace = trace_of([[1, 2], [3, 4], [1, 2], [1, 2]], tmp_path)
+    found = run(trace, 2, "lru", fs_chunks=4)
+    assert (found.hits.tolist(), found.fs_hits.tolist()) == ([0, 0, 2, 2], [0, 0, 2, 0])
+    document = found.document()
+    cpu, fs = document["tiers"]  # type: ignore[misc]
+    nbytes = 4 * traces.BLOCK_TOKENS * TOKEN_BYTES
+    assert (cpu["hits"], cpu["bytes_written"], fs["hits"], fs["bytes_written"]) == (2, nbytes, 2, nbytes)
+    assert document["load_seconds"] == pytest.approx(2 * traces.BLOCK_TOKENS * (1e-4 + 5e-4))
+    assert document["drive_writes_per_day"] == pytest.approx(nbytes / 0.3 * 86_400 / 1e9)
+    assert run(trace, 2, "lru").hits.tolist() == [0, 0, 0, 2]
+
+
+def test_without_admission_nothing_is_stored(tmp_path: Path) -> None:
+    found = run(trace_of([[1, 2], [1, 2]], tmp_path), 10, admission="never")
+    assert (found.chunk_hit_rate, found.tiers[0].written_chunks) == (0, 0)
+
+
+def test_a_chain_longer_than_the_tier_keeps_its_head(tmp_path: Path) -> None:
+    found = run(trace_of([list(range(100))] * 3, tmp_path), 10)
+    assert found.hits.tolist() == [0, 10, 10]
+
+
+def test_the_same_run_twice_gives_the_same(tmp_path: Path) -> None:
+    trace = trace_of([list(chain) for chain in traces.chains_of("conversations", seed=3, requests=2_000)], tmp_path)
+    assert (run(trace, 300).hits == run(trace, 300).hits).all()
+
+
+def test_larger_chunks_have_the_id_of_their_last_block_and_the_rest_is_dropped(tmp_path: Path) -> None:
+    trace = trace_of([[1, 2, 3, 4, 5], [1, 2, 3]], tmp_path).in_chunks(1024)
+    assert (trace.ids.tolist(), trace.ends.tolist(), trace.tokens_per_block) == ([2, 4, 2], [2, 3], 1024)
+    for tokens in (256, 768):
+        with pytest.raises(ConfigurationError, match=f"{tokens} is not a multiple of the trace's blocks of 512"):
+            trace_of([[1]], tmp_path).in_chunks(tokens)
+
+
+# ---- reading, and the command
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "has no request in it"),
+        ("[1]", "line 1: not a request"),
+        ('{"timestamp": 0, "input_length": 5}', r"line 1: not a request .*'hash_ids'"),
+        ('{"timestamp": 0, "input_length": 5, "hash_ids": [-1]}', "line 1: not a request"),
+        ('{"timestamp": 0, "input_length": 5, "hash_ids": ["x"]}', "line 1: not a request"),
+        ('{"timestamp": 0, "input_length": 5, "hash_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9]}', "say it with --tokens-per-bl"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused_with_its_line(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line)
+    with pytest.raises(ConfigurationError, match=message):
+        read_trace(path)
+
+
+def test_the_command_prints_one_json_document(tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "trace.jsonl", [[1, 2, 3], [1, 2, 3]])
+    command = ["simulate", "--trace", str(path)]
+    done = CliRunner().invoke(app, [*command, "--cpu-bytes", "1GiB", "--fs-chunks", "9", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["chunk_hit_rate"], found["token_hit_rate"], found["eviction_policy"]) == (0.5, 0.5, "adaptive")
+    assert found["chunk_bytes"] == 512 * 131_072  # Llama-3.1-8B
+    assert [tier["capacity_chunks"] for tier in found["tiers"]] == [16, 9]
+    assert found["drive_writes_per_day"] > 0
+    table = CliRunner().invoke(app, [*command, "--cpu-chunks", "9"])
+    assert "chunk hit rate 0.5000" in table.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the cpu tier has no size"),
+        (["--cpu-chunks", "5", "--cpu-bytes", "1GiB"], "--cpu-bytes and --cpu-chunks say the same"),
+        (["--cpu-bytes", "1MiB"], "--cpu-bytes 1MiB holds no chunk of 67108864 bytes"),
+        (["--cpu-bytes", "lots"], "--cpu-bytes: 'lots' is not a size"),
+        (["--cpu-chunks", "9", "--eviction-policy", "fifo"], "--eviction-policy is one of adaptive, lru, probation"),
+        (["--cpu-chunks", "9", "--admission", "model"], "--admission is one of always, never, not 'model'"),
+        (["--cpu-chunks", "999999999"], "a cpu tier of 999999999 chunks cannot be simulated"),
+    ],
+)
+def test_wrong_usage_of_the_command_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "trace.jsonl", [[1, 2, 3]])
+    done = CliRunner().invoke(app, ["simulate", "--trace", str(path), "--json", *arguments])
+    assert done.exit_code == 2
+    assert message in json.loads(done.stdout)["error"]["message"]
