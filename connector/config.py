@@ -1,6 +1,7 @@
 """`kv_connector_extra_config` as a frozen dataclass: parsed once, unknown keys refused with a suggestion."""
 
 import difflib
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ _KEYS = (
     "prefetch_policy",
     "prefetch_timeout_ms",
     "tp_lcm_size",
+    "copy_backend",
+    "copy_in_flight_bytes",
+    "untried_cuda",
     "self_describing_kv_events",
     "canonical_layout",
 )
@@ -28,6 +32,16 @@ _SET_BY_US = {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE_PATH}
 PREFETCH_POLICIES = ("timeout", "best_effort", "wait_complete")
 PREFETCH_TIMEOUT_MS = 1_000
 WAIT_COMPLETE_MS = 30_000  # as long as the daemon keeps what it has read; it answers long before, also for a hung disk
+COPY_IN_FLIGHT_BYTES = 64 << 20  # of each direction; some 1.2 ms at the speed of PCIe 5
+
+
+class CopyBackend(enum.StrEnum):
+    """Which way bytes go between the KV cache and the arena."""
+
+    AUTO = "auto"  # on CUDA by fragment size and direction; on vLLM's CPU platform `host`
+    COPY_ENGINE = "copy_engine"
+    KERNEL = "kernel"
+    HOST = "host"  # on CUDA: of memory that is not page-locked, several times slower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +54,9 @@ class ConnectorConfig:
         int  # the most that a request waits for chunks that are only on disk; 0: what is not there is a miss
     )
     tp_lcm_size: int | None  # of the tensor parallel sizes that share chunks; None: the engine's own size
+    copy_backend: CopyBackend
+    copy_in_flight_bytes: int  # CUDA: the most that the driver is given at a time, of each direction
+    untried_cuda: bool  # True: serve an engine on CUDA although these copies have never run on a GPU
     self_describing_kv_events: bool  # vLLM's own
 
     @classmethod
@@ -80,6 +97,9 @@ class ConnectorConfig:
             require_cache_salt=_boolean(raw, "require_cache_salt", False),
             prefetch_wait_ms=_prefetch_wait_ms(raw),
             tp_lcm_size=tp_lcm_size,
+            copy_backend=_copy_backend(raw),
+            copy_in_flight_bytes=_positive(raw, "copy_in_flight_bytes") or COPY_IN_FLIGHT_BYTES,
+            untried_cuda=_boolean(raw, "untried_cuda", False),
             self_describing_kv_events=_boolean(raw, "self_describing_kv_events", False),
         )
 
@@ -110,6 +130,13 @@ def _endpoint(raw: Mapping[str, object]) -> str:
             "for example unix:///run/kvstore/kvstore.sock"
         )
     return value
+
+
+def _copy_backend(raw: Mapping[str, object]) -> CopyBackend:
+    value = raw.get("copy_backend", CopyBackend.AUTO.value)
+    if value not in tuple(CopyBackend):
+        raise ValueError(f"kv_connector_extra_config: copy_backend={value!r} must be one of {', '.join(CopyBackend)}")
+    return CopyBackend(str(value))
 
 
 def _admission(raw: Mapping[str, object]) -> Mode:

@@ -27,17 +27,21 @@ class WorkerOutcomes(OffloadingWorkerMetadata):
 
     failed_chunks: dict[int, set[int]] = field(default_factory=dict)  # job -> positions in its ChunkSpec
     copy_s: dict[int, float] = field(default_factory=dict)  # job -> how long its copy ran, on the slowest rank
+    # Failed with a lost device, which may still write to their slots: nobody else may be given those.
+    unsettled_jobs: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerOutcomes":
         """A chunk failed when it failed on any rank. The base class would drop the failures."""
         merged = super().aggregate(other)
         assert isinstance(merged, OffloadingWorkerMetadata)
         failed = {job: set(chunks) for job, chunks in self.failed_chunks.items()}
+        unsettled = set(self.unsettled_jobs)
         if isinstance(other, WorkerOutcomes):
             for job, chunks in other.failed_chunks.items():
                 failed.setdefault(job, set()).update(chunks)
+            unsettled |= other.unsettled_jobs
         copy_s = dict(self.copy_s)
         if isinstance(other, WorkerOutcomes):
             for job, seconds in other.copy_s.items():
                 copy_s[job] = max(seconds, copy_s.get(job, 0.0))
-        return WorkerOutcomes(merged.completed_jobs, merged.transfer_stats, failed, copy_s)
+        return WorkerOutcomes(merged.completed_jobs, merged.transfer_stats, failed, copy_s, unsettled)

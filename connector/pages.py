@@ -57,7 +57,7 @@ def rank_pages(
     layers, storages = [], {}
     for ref in refs:
         tensor = caches.tensors[ref.tensor_idx].tensor
-        assert tensor.device.type == "cpu", f"KV cache on {tensor.device}"
+        assert tensor.device.type in ("cpu", "cuda"), f"KV cache on {tensor.device}"
         assert tensor.element_size() == 1, f"KV cache as {tensor.dtype}"
         layers.append(LayerPages(tensor.data_ptr(), tensor.stride(0), ref.page_size_bytes))
         storage = tensor.untyped_storage()

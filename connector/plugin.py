@@ -23,13 +23,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MambaSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, iter_layer_specs
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connector import identity
 from connector.adapters import Adapters
-from connector.config import ConnectorConfig
+from connector.config import ConnectorConfig, CopyBackend
 from connector.layout import tp_problem
 from connector.messages import WorkerOutcomes
 from connector.scheduler import SchedulerHalf
@@ -45,6 +45,7 @@ class KVStoreConnector(OffloadingConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         config = _read_config(vllm_config)
         _require_served(vllm_config, kv_cache_config)
+        _require_device(config, current_platform.device_type, is_cuda=current_platform.is_cuda())
         _require_tp(vllm_config, config)
         self._reset_in_this_step = False
         self._adapters = Adapters(repr(getattr(vllm_config.lora_config, "lora_dtype", None)), started_ns=time.time_ns())
@@ -99,10 +100,11 @@ class KVStoreConnector(OffloadingConnector):
             return None
         ended = super().build_connector_worker_meta()
         failed, copy_s = self._worker_half.take_failed(), self._worker_half.take_copy_s()
+        unsettled = self._worker_half.take_unsettled()
         if ended is None:
             assert not failed, f"jobs {sorted(failed)} failed without having ended"
             return None
-        return WorkerOutcomes(ended.completed_jobs, ended.transfer_stats, failed, copy_s)
+        return WorkerOutcomes(ended.completed_jobs, ended.transfer_stats, failed, copy_s, unsettled)
 
     # ---- the scheduler's process
 
@@ -149,7 +151,9 @@ class KVStoreConnector(OffloadingConnector):
         outcomes = connector_output.kv_connector_worker_meta
         if isinstance(outcomes, WorkerOutcomes):
             # First: the base class tells the other half of ends, but not of failures, and forgets jobs at a reset.
-            self._scheduler_half.finish(outcomes.completed_jobs, outcomes.failed_chunks, outcomes.copy_s)
+            self._scheduler_half.finish(
+                outcomes.completed_jobs, outcomes.failed_chunks, outcomes.copy_s, outcomes.unsettled_jobs
+            )
         super().update_connector_output(connector_output)
         if outcomes is not None:  # else there is nothing that `build_connector_meta` has not sent
             self._scheduler_half.flush()
@@ -210,15 +214,31 @@ def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         )
     for group in kv_cache_config.kv_cache_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
-            if not isinstance(spec, AttentionSpec | MambaSpec):
+            if not isinstance(spec, AttentionSpec):  # states (Mamba, linear attention): no engine has been run yet
                 raise ValueError(
-                    f"KVStoreConnector knows attention and Mamba-like KV caches, and this model keeps "
-                    f"{type(spec).__name__}: start the engine without --kv-transfer-config"
+                    f"KVStoreConnector serves attention KV caches for now, and this model keeps {type(spec).__name__}: "
+                    "start the engine without --kv-transfer-config"
                 )
-    if current_platform.device_type != "cpu":
+
+
+def _require_device(config: ConnectorConfig, device_type: str, *, is_cuda: bool) -> None:
+    """ValueError for a device that copies cannot be made on, or have not been tried on and nobody asked for it."""
+    if device_type == "cpu":
+        if config.copy_backend not in (CopyBackend.AUTO, CopyBackend.HOST):
+            raise ValueError(
+                f"kv_connector_extra_config: copy_backend={config.copy_backend.value!r} needs a CUDA device, and this "
+                "engine runs on vLLM's CPU platform: leave the key out"
+            )
+    elif not is_cuda:  # ROCm calls its devices "cuda" too
         raise ValueError(
-            f"KVStoreConnector copies from the memory of vLLM's CPU platform for now, and this engine runs on "
-            f"{current_platform.device_type}: start it without --kv-transfer-config"
+            f"KVStoreConnector copies from the memory of vLLM's CPU platform and of CUDA devices, and this engine runs "
+            f"on {device_type}: start it without --kv-transfer-config"
+        )
+    elif not config.untried_cuda:
+        raise ValueError(
+            "KVStoreConnector has copies for CUDA that no GPU has ever run, and this engine runs on cuda: start it "
+            'without --kv-transfer-config, or, to try them, with "untried_cuda": true in kv_connector_extra_config. '
+            "The engine then checks them on its device before it uses them"
         )
 
 

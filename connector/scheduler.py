@@ -286,6 +286,7 @@ class Job:
     load: LoadVerdict | None = None
     copy_s: float = 0.0  # the slowest rank's
     failed: set[int] = field(default_factory=set)
+    settled: bool = True  # False: a lost device may still write to its slots
     stale: bool = False  # the cache was reset meanwhile: the weights may have changed since its bytes were computed
 
     def chunks_of(self, kind: int) -> range:
@@ -1002,15 +1003,20 @@ class SchedulerHalf(OffloadingManager):
             job.failed.update(chunk for i, chunk in enumerate(chunks) if i not in whole)
 
     def finish(
-        self, completed: Mapping[int, int], failed: Mapping[int, Collection[int]], copy_s: Mapping[int, float]
+        self,
+        completed: Mapping[int, int],
+        failed: Mapping[int, Collection[int]],
+        copy_s: Mapping[int, float],
+        unsettled: Collection[int] = (),
     ) -> None:
         """Ranks report the end of jobs: job -> how many ranks, which of its chunks failed on one of them, and how long
-        its copy ran on the slowest."""
+        its copy ran on the slowest. `unsettled`: a lost device may still write to the slots of these."""
         for job_id, ranks in completed.items():
             job = self._jobs.get(job_id)
             if job is None:
                 continue
             job.failed.update(failed.get(job_id, ()))
+            job.settled &= job_id not in unsettled
             job.copy_s = max(job.copy_s, copy_s.get(job_id, 0.0))
             job.ranks_pending -= ranks
             assert job.ranks_pending >= 0, f"job {job_id}: {-job.ranks_pending} ranks too many reported its end"
@@ -1029,7 +1035,7 @@ class SchedulerHalf(OffloadingManager):
             for i, (slot, generation) in enumerate(places):
                 if i in kept:
                     steps.commit(slot, generation, job.tenant, stored_as[i], job.parents[i])
-                else:
+                elif job.settled:  # else the slot stays granted until the processes of this engine have ended
                     steps.abort(slot, generation)
                 if self._storing.get((job.tenant, job.keys[i])) is job:
                     del self._storing[job.tenant, job.keys[i]]

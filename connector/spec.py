@@ -5,6 +5,7 @@ that is being built (`building`). Without one the spec refuses: under vLLM's sto
 could not be reported, and its bytes would be used.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,11 +14,11 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
-    MambaSpec,
     SlidingWindowSpec,
     iter_layer_specs,
 )
@@ -31,16 +32,22 @@ from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
 
 from connector import identity, metrics
 from connector.admission import Admission
-from connector.config import ConnectorConfig
+from connector.config import ConnectorConfig, CopyBackend
+from connector.cuda import CudaTransfer, open_copier
+from connector.layout import ChunkLayout
 from connector.link import Link
 from connector.pages import rank_pages
 from connector.priors import engine_priors, learning
 from connector.scheduler import Attached, Geometry, KindGeometry, Probe, Rules, SchedulerHalf
+from connector.selfcheck import MEMORY_BYTES, check_device
 from connector.stages import document_of_all_stages, gather_from_all_ranks, page_bytes_of_ranks
-from connector.transfer import HostTransfer, Mapped
+from connector.transfer import HostTransfer, Mapped, Region, Transfer
 from connector.worker import WorkerHalf
+from kvstore._native import DeviceCopier
 from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.steps import Steps
+
+logger = logging.getLogger("vllm.connector.spec")
 
 
 @dataclass(slots=True)
@@ -187,7 +194,7 @@ class KVStoreSpec(OffloadingSpec):
             kinds.append(Kind(namespace, layout.chunk_bytes, layout.range_offset, layout.range_bytes))
             layouts.append(layout)
             regions |= {region.address: region for region in pages.regions}  # groups may lie in one another's memory
-        transfer = HostTransfer(layouts, list(regions.values()))
+        transfer = _transfer(engine.config, layouts, list(regions.values()))
 
         def map_arena(session: Session) -> Mapped:
             return transfer.map(session.instance_id, session.table, session.arena)
@@ -216,6 +223,33 @@ def window_tokens(spec: KVCacheSpec) -> int | None:
             return window.sliding_window
         case ChunkedLocalAttentionSpec() as local:
             return local.attention_chunk_size
-        case MambaSpec():
-            return 1  # the state after it
     return None
+
+
+def _transfer(config: ConnectorConfig, layouts: Sequence[ChunkLayout], regions: Sequence[Region]) -> Transfer:
+    """For the device of this process. ValueError, RuntimeError, DeviceCopiesWrongly: the engine must not start."""
+    if current_platform.device_type == "cpu":
+        return HostTransfer(layouts, regions)
+    device = torch.cuda.current_device()
+    pins = config.copy_backend is not CopyBackend.HOST
+
+    def compute_stream() -> int:
+        return int(torch.cuda.current_stream().cuda_stream)
+
+    def opened() -> DeviceCopier:
+        return open_copier(device, config.copy_backend, in_flight_bytes=config.copy_in_flight_bytes)
+
+    memory = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
+    check_device(opened(), memory, compute_stream, pins=pins)
+    copier = opened()
+    logger.warning(
+        "kvstore: copies for CUDA are used that no GPU had run when they were written (untried_cuda). They have just "
+        "been checked on this device (%s, compute capability %s, driver for CUDA %d.%d, copy_backend=%s), with known "
+        "bytes; compare the engine's answers with those of one without --kv-transfer-config before you rely on them",
+        copier.device_name,
+        copier.capability,
+        copier.driver_version // 1000,
+        copier.driver_version % 1000 // 10,
+        config.copy_backend.value,
+    )
+    return CudaTransfer(layouts, regions, copier=copier, pins=pins, compute_stream=compute_stream)

@@ -1,12 +1,13 @@
-"""Copies between the engine's KV cache and the arena, on the CPU platform: plans from `layout`, run by the native
-copy threads.
+"""Copies between the engine's KV cache and the arena: plans from `layout`, run by a native copier, which is the host's
+copy threads on vLLM's CPU platform (`HostTransfer`) and another one on CUDA (`connector/cuda.py`).
 
-Two threads call in: the engine's (submit, finished, wait) and the link's (map, unmap). The copier is safe from both.
+Two threads call in: the engine's (submit, finished, wait) and the link's (map, unmap). The copiers are safe from both.
 `unmap` takes the arena out of the copier first, which waits for the copies that run in it and fails those still
 queued, so memory is unmapped only after the last copy's end; that a plan for one arena never runs in the next one is
 the caller's part (`WorkerHalf` checks the instance and submits under the link's lock).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from connector.layout import Addresses, ChunkLayout, slot_addresses, whole_chunks
 from connector.messages import ChunkSpec
-from kvstore._native import SLOT_ALIGNMENT, Arena, Copier, Finished, Table, class_bytes
+from kvstore._native import SLOT_ALIGNMENT, Arena, Copier, DeviceCopier, Finished, Table, class_bytes
 
 COPY_THREADS = 2
 NULL_BLOCK = 0  # vLLM's, in every KV cache group: it stands for blocks that nobody reads any more
@@ -46,29 +47,57 @@ class KindBlocks:
     first: int
 
 
-class HostTransfer:
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Fragments to copy; equally long arrays."""
+
+    sources: Addresses
+    destinations: Addresses
+    sizes: Addresses
+
+    @classmethod
+    def of(cls, parts: Sequence["Plan"]) -> "Plan":
+        if not parts:
+            return cls(*[np.empty(0, np.uint64)] * 3)
+        return cls(
+            np.concatenate([part.sources for part in parts]),
+            np.concatenate([part.destinations for part in parts]),
+            np.concatenate([part.sizes for part in parts]),
+        )
+
+
+class Transfer(ABC):
     """Runs copy jobs. A job ends exactly once in `finished`, with the positions of its chunks that failed. There is a
     layout for each kind of chunks; chunks and blocks of a job lie kind after kind."""
 
-    def __init__(
-        self, layouts: Sequence[ChunkLayout], regions: Sequence[Region], *, copier: Copier | None = None
-    ) -> None:
+    _copier: Copier | DeviceCopier  # finished, wait and close are the same
+
+    def __init__(self, layouts: Sequence[ChunkLayout]) -> None:
         self._layouts = layouts
-        self._zeros = np.zeros(SLOT_ALIGNMENT, np.uint8)  # what the padding of a slot is filled from
-        self._copier = Copier(COPY_THREADS) if copier is None else copier
-        for region in (*regions, Region(self._zeros.ctypes.data, self._zeros.nbytes)):
-            self._copier.add_region(region.address, region.nbytes)
+        self._zeros = np.zeros(SLOT_ALIGNMENT, np.uint8)
 
     @property
     def layouts(self) -> Sequence[ChunkLayout]:
         return self._layouts
 
-    def map(self, instance_id: bytes, table: Table, arena: Arena) -> Mapped:
-        self._copier.add_region(arena.address, arena.nbytes)
-        return Mapped(instance_id, table, arena)
+    @property
+    def padding_source(self) -> Region:
+        """What the padding of a slot is filled from."""
+        return Region(self._zeros.ctypes.data, self._zeros.nbytes)
 
+    @abstractmethod
+    def map(self, instance_id: bytes, table: Table, arena: Arena) -> Mapped: ...
+
+    @abstractmethod
     def unmap(self, mapped: Mapped) -> None:
-        self._copier.remove_region(mapped.arena.address)
+        """Returns when nothing is copied to or from that arena any more."""
+
+    @abstractmethod
+    def _run(
+        self, job: int, mapped: Mapped, spec: ChunkSpec, plan: Plan, *, is_load: bool, blocks: NDArray[np.integer]
+    ) -> None:
+        """`blocks`: all that the job touches in the engine. ValueError, nothing copied: fragments outside the engine's
+        memory or the arena."""
 
     def store(self, job: int, mapped: Mapped, spec: ChunkSpec, blocks: Sequence[KindBlocks]) -> set[int]:
         """Device to arena, this rank's part. Returns the positions of chunks that are not copied, because vLLM left out
@@ -84,13 +113,13 @@ class HostTransfer:
             first = of_kind.first // per_chunk * per_chunk + whole.start * per_chunk
             copied = chunks[whole.start :]
             written = layout.written(ids, first, copied)
-            parts.append((written.device, written.arena, written.sizes))
+            parts.append(Plan(written.device, written.arena, written.sizes))
             padding = class_bytes(layout.chunk_bytes) - layout.chunk_bytes
             if padding:
                 padded = layout.padded(first, copied) + np.uint64(layout.chunk_bytes)
-                zeros = np.full(len(padded), self._zeros.ctypes.data, np.uint64)
-                parts.append((zeros, padded, np.full(len(padded), padding, np.uint64)))
-        self._submit(job, mapped, spec, parts)
+                zeros = np.full(len(padded), self.padding_source.address, np.uint64)
+                parts.append(Plan(zeros, padded, np.full(len(padded), padding, np.uint64)))
+        self._run(job, mapped, spec, Plan.of(parts), is_load=False, blocks=_blocks(blocks))
         return left_out
 
     def load(self, job: int, mapped: Mapped, spec: ChunkSpec, blocks: Sequence[KindBlocks]) -> None:
@@ -99,8 +128,8 @@ class HostTransfer:
         parts = []
         for layout, of_kind, chunks, _ in self._kinds(mapped, spec, blocks):
             fragments = layout.fragments(of_kind.ids, of_kind.first, chunks, wanted=of_kind.ids != NULL_BLOCK)
-            parts.append((fragments.arena, fragments.device, fragments.sizes))
-        self._submit(job, mapped, spec, parts)
+            parts.append(Plan(fragments.arena, fragments.device, fragments.sizes))
+        self._run(job, mapped, spec, Plan.of(parts), is_load=True, blocks=_blocks(blocks))
 
     def finished(self) -> list[Finished]:
         return self._copier.finished()
@@ -131,20 +160,48 @@ class HostTransfer:
                     positions,
                 )
 
-    def _submit(
-        self, job: int, mapped: Mapped, spec: ChunkSpec, parts: Sequence[tuple[Addresses, Addresses, Addresses]]
+
+class HostTransfer(Transfer):
+    """On vLLM's CPU platform."""
+
+    def __init__(
+        self, layouts: Sequence[ChunkLayout], regions: Sequence[Region], *, copier: Copier | None = None
     ) -> None:
-        """`parts`: sources, destinations, sizes."""
-        sources, destinations, sizes = (
-            np.concatenate([part[i] for part in parts]) if parts else np.empty(0, np.uint64) for i in range(3)
-        )
+        super().__init__(layouts)
+        self._copier = Copier(COPY_THREADS) if copier is None else copier
+        for region in (*regions, self.padding_source):
+            self._copier.add_region(region.address, region.nbytes)
+
+    def map(self, instance_id: bytes, table: Table, arena: Arena) -> Mapped:
+        self._copier.add_region(arena.address, arena.nbytes)
+        return Mapped(instance_id, table, arena)
+
+    def unmap(self, mapped: Mapped) -> None:
+        self._copier.remove_region(mapped.arena.address)
+
+    def _run(
+        self,
+        job: int,
+        mapped: Mapped,
+        spec: ChunkSpec,
+        plan: Plan,
+        *,
+        is_load: bool,  # noqa: ARG002
+        blocks: NDArray[np.integer],  # noqa: ARG002
+    ) -> None:
         # Stores are checked like loads: a slot that was taken from us meanwhile holds somebody else's chunk.
         self._copier.submit(
             job,
-            sources,
-            destinations,
-            sizes,
+            plan.sources,
+            plan.destinations,
+            plan.sizes,
             table=mapped.table,
             slots=spec.slots,
             generations=spec.generations,
         )
+
+
+def _blocks(of_kinds: Sequence[KindBlocks]) -> NDArray[np.integer]:
+    """Null blocks left out: every job may name them, and none touches them."""
+    ids = np.concatenate([of_kind.ids for of_kind in of_kinds])
+    return ids[ids != NULL_BLOCK]

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 
 from connector.link import Link
 from connector.messages import ChunkSpec
-from connector.transfer import HostTransfer, KindBlocks, Mapped
+from connector.transfer import KindBlocks, Mapped, Transfer
 
 logger = logging.getLogger("vllm.connector.worker")
 
@@ -40,13 +40,14 @@ class Running:
 
 
 class WorkerHalf(OffloadingWorker):
-    def __init__(self, link: Link[Mapped], transfer: HostTransfer) -> None:
+    def __init__(self, link: Link[Mapped], transfer: Transfer) -> None:
         self._link = link
         self._transfer = transfer
         self._running: dict[int, Running] = {}
         self._refused: list[int] = []  # jobs that ended without a copy, not yet reported
         self._failed: dict[int, set[int]] = {}  # reported, not yet taken
         self._failed_loads: set[int] = set()  # as above, the loads among them
+        self._unsettled: set[int] = set()  # as above: what a lost device may still write
         self._unloaded_blocks: set[int] = set()
         self._copy_s: dict[int, float] = {}  # jobs reported, not yet taken
 
@@ -87,6 +88,9 @@ class WorkerHalf(OffloadingWorker):
         for finished in self._transfer.finished():
             self._end(finished.job, set(finished.failed))
             self._copy_s[finished.job] = finished.seconds
+            if not finished.settled:
+                self._unsettled.add(finished.job)
+                logger.error("kvstore: the device is lost; it may still be writing for job %d", finished.job)
             results.append(
                 TransferResult(
                     finished.job, success=True, transfer_size=finished.nbytes, transfer_time=finished.seconds
@@ -112,6 +116,11 @@ class WorkerHalf(OffloadingWorker):
         failed, self._failed = self._failed, {}
         return failed
 
+    def take_unsettled(self) -> set[int]:
+        """Jobs reported since the last call that failed, and whose slots a lost device may still write to."""
+        unsettled, self._unsettled = self._unsettled, set()
+        return unsettled
+
     def take_copy_s(self) -> dict[int, float]:
         """Per job reported since the last call that copied anything: how long the copy ran."""
         copy_s, self._copy_s = self._copy_s, {}
@@ -129,8 +138,8 @@ class WorkerHalf(OffloadingWorker):
         return blocks
 
     def wait(self, job_ids: set[int]) -> None:
-        """Returns when no copy of these jobs runs any more; the blocks are then somebody else's. A host copy always
-        ends."""
+        """Returns when no copy of these jobs runs any more; the blocks are then somebody else's. A copy always ends,
+        if only with its device."""
         while not self._transfer.wait(job_ids, WAIT_REPORT_S):
             logger.warning("kvstore: still waiting for copies of %d jobs to end", len(job_ids))
 

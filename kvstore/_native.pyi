@@ -225,6 +225,9 @@ class DeviceCopier:
     def add_memory(self, address: int, nbytes: int) -> None:
         """Device memory that copies may touch. ValueError: it overlaps what was added before."""
 
+    def allocate(self, nbytes: int) -> int:
+        """The address of device memory of its own, which copies may touch; `close` frees it. RuntimeError."""
+
     def add_host_memory(self, address: int, nbytes: int) -> None:
         """Host memory that stores may read: what the padding of slots is filled from."""
 

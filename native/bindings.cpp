@@ -375,6 +375,9 @@ void bind_cuda(nb::module_& m) {
                 self.copier->add_host_memory(address, nbytes);
             },
             "address"_a, "nbytes"_a)
+        .def(
+            "allocate", [](PyDeviceCopier& self, std::uint64_t nbytes) { return self.copier->allocate(nbytes); },
+            "nbytes"_a)
         .def("map_arena", &PyDeviceCopier::map_arena, "arena"_a, "table"_a.none(), nb::kw_only(), "pin"_a)
         .def("pin_next", &PyDeviceCopier::pin_next, "address"_a)
         .def(

@@ -98,6 +98,20 @@ void DeviceCopier::add_memory(std::uint64_t address, std::uint64_t nbytes) {
     add_region(address, nbytes, Kind::DEVICE, nullptr);
 }
 
+std::uint64_t DeviceCopier::allocate(std::uint64_t nbytes) {
+    require_own_process();
+    DeviceAddress address = 0;
+    {
+        const std::lock_guard lock(mutex_);
+        if (closing_) throw std::runtime_error("the copier is closed");
+        const CurrentContext current(driver(), device_->context());
+        driver().check(driver().memory_allocate(&address, nbytes), "cuMemAlloc");
+        allocated_.push_back(address);
+    }
+    add_memory(address, nbytes);
+    return address;
+}
+
 void DeviceCopier::add_host_memory(std::uint64_t address, std::uint64_t nbytes) {
     add_region(address, nbytes, Kind::HOST, nullptr);
 }
@@ -483,23 +497,23 @@ Result DeviceCopier::hand_over_tiles(Batch& batch, Part& part, Stream stream) {
     for (const Fragment& piece : batch.tiles) {
         for (std::uint64_t at = 0; at < piece.nbytes; at += TILE_BYTES) {
             assert(count < PART_TILES_MAX);
-            part.tiles[count++] = {piece.source + at, piece.destination + at,
-                                   std::min<std::uint64_t>(TILE_BYTES, piece.nbytes - at)};
+            part.tiles.get()[count++] = {piece.source + at, piece.destination + at,
+                                         std::min<std::uint64_t>(TILE_BYTES, piece.nbytes - at)};
         }
     }
     return device_->launch_copy(part.tiles.get(), count, settings_.kernel_blocks, stream);
 }
 
 // The kernel reads its tiles where they are written here: pinned, and kept until the part's event.
-std::unique_ptr<Tile[]> DeviceCopier::take_tiles() {
+DeviceCopier::Tiles DeviceCopier::take_tiles() {
     if (!free_tiles_.empty()) {
         auto tiles = std::move(free_tiles_.back());
         free_tiles_.pop_back();
         return tiles;
     }
-    auto tiles = std::make_unique<Tile[]>(PART_TILES_MAX);
-    const Result result = driver().host_register(tiles.get(), PART_TILES_MAX * sizeof(Tile),
-                                                 HOST_REGISTER_PORTABLE | HOST_REGISTER_DEVICEMAP);
+    constexpr std::size_t nbytes = (PART_TILES_MAX * sizeof(Tile) + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+    Tiles tiles(static_cast<Tile*>(::operator new[](nbytes, std::align_val_t{PAGE_BYTES})));
+    const Result result = driver().host_register(tiles.get(), nbytes, HOST_REGISTER_PORTABLE | HOST_REGISTER_DEVICEMAP);
     return result == SUCCESS ? std::move(tiles) : nullptr;
 }
 
@@ -591,14 +605,18 @@ bool DeviceCopier::wait(std::span<const std::uint64_t> jobs, double timeout_s) {
     while (!done()) {
         if (Clock::now() >= deadline) return false;
         lock.unlock();
-        if (!advance()) {
-            for (const bool is_load : {true, false}) {
-                if (!directions_[is_load].in_flight.empty()) driver().stream_synchronize(device_->stream(is_load));
-            }
-        }
+        if (!advance()) synchronize();
         lock.lock();
     }
     return true;
+}
+
+// Without a thread of its own: waits for what is in flight.
+void DeviceCopier::synchronize() {
+    const CurrentContext current(driver(), device_->context());
+    for (const bool is_load : {true, false}) {
+        if (!directions_[is_load].in_flight.empty()) driver().stream_synchronize(device_->stream(is_load));
+    }
 }
 
 void DeviceCopier::close() {
@@ -615,8 +633,7 @@ void DeviceCopier::close() {
     } else {
         while (!idle()) {
             try {
-                if (advance()) continue;
-                for (const bool is_load : {true, false}) driver().stream_synchronize(device_->stream(is_load));
+                if (!advance()) synchronize();
             } catch (const std::exception& error) {
                 const std::lock_guard lock(mutex_);
                 lose(error.what());
@@ -638,18 +655,19 @@ void DeviceCopier::close() {
 
 void DeviceCopier::release_device() {
     const std::lock_guard lock(mutex_);
-    if (lost_.empty() && driver().context_push(device_->context()) == SUCCESS) {
+    if (lost_.empty()) {
+        const CurrentContext current(driver(), device_->context());
         for (const Event event : events_) driver().event_destroy(event);
         for (const Event event : timed_events_) driver().event_destroy(event);
         for (const auto& tiles : free_tiles_) driver().host_unregister(tiles.get());
-        Context popped;
-        driver().context_pop(&popped);
+        for (const DeviceAddress address : allocated_) driver().memory_free(address);
     } else {
         for (auto& tiles : free_tiles_) (void)tiles.release();  // still registered: never to be used by anybody else
     }
     events_.clear();
     timed_events_.clear();
     free_tiles_.clear();
+    device_->release();
 }
 
 std::string DeviceCopier::lost() const {

@@ -31,6 +31,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <span>
 #include <string>
 #include <thread>
@@ -46,6 +47,7 @@ namespace kvstore::cuda {
 
 inline constexpr std::uint64_t PART_BYTES = 8 << 20;  // of one call of the driver; what an event stands behind
 inline constexpr std::size_t PART_FRAGMENTS_MAX = 4096;
+inline constexpr std::size_t PAGE_BYTES = 64 << 10;  // the largest of a host that we know, on Arm
 inline constexpr std::size_t PART_TILES_MAX = PART_BYTES / TILE_BYTES + PART_FRAGMENTS_MAX;
 
 struct CopySettings {
@@ -77,6 +79,8 @@ class DeviceCopier {
 
     // Device memory that copies may touch. Regions do not overlap.
     void add_memory(std::uint64_t address, std::uint64_t nbytes);
+    // Device memory of its own, freed by `close`: for measurements.
+    std::uint64_t allocate(std::uint64_t nbytes);
     // Ordinary memory that stores may read: what the padding of slots is filled from.
     void add_host_memory(std::uint64_t address, std::uint64_t nbytes);
     std::shared_ptr<PinnedArena> map_arena(std::shared_ptr<Mapping> memory, std::shared_ptr<const MappedTable> table,
@@ -133,12 +137,18 @@ class DeviceCopier {
     };
     using JobRef = std::shared_ptr<Job>;
 
+    // Whole pages: what is page-locked must share none with anything else that is.
+    struct FreePages {
+        void operator()(Tile* tiles) const { ::operator delete[](tiles, std::align_val_t{PAGE_BYTES}); }
+    };
+    using Tiles = std::unique_ptr<Tile, FreePages>;
+
     // What one round hands to the driver, and the memory it needs until its event.
     struct Part {
         JobRef job;
         Event end = nullptr;
         std::uint64_t nbytes = 0;
-        std::unique_ptr<Tile[]> tiles;  // pinned; null: no kernel in it
+        Tiles tiles;  // pinned; null: no kernel in it
     };
     struct Direction {
         std::deque<JobRef> queued;   // guarded by mutex_; the first may have begun
@@ -163,12 +173,13 @@ class DeviceCopier {
     Result hand_over(Job& job, Batch& batch, Part& part);
     Result hand_over_large(const Batch& batch, bool is_load, Stream stream);
     Result hand_over_tiles(Batch& batch, Part& part, Stream stream);
-    std::unique_ptr<Tile[]> take_tiles();
+    Tiles take_tiles();
     Event take_event(std::vector<Event>& pool, unsigned flags);
     void end(const JobRef& job);
     void end_whole(const JobRef& job, bool settled);
     void lose(const std::string& why);
     bool idle() const;
+    void synchronize();
     void release_device();
 
     const pid_t pid_;
@@ -184,15 +195,16 @@ class DeviceCopier {
     std::unordered_map<std::uint64_t, JobRef> live_;  // queued or running
     std::vector<Ended> ended_;                        // not yet asked for
     std::vector<Event> events_;                       // free ones, without timing
+    std::vector<DeviceAddress> allocated_;
     std::string lost_;
     DeviceCopyCounts counts_;
     bool news_ = false;  // since the thread last looked
     bool closing_ = false;
     bool closed_ = false;
     // The queues are guarded by it too; what is in flight belongs to whoever runs `advance`.
-    std::array<Direction, 2> directions_;              // stores, loads
-    std::vector<std::unique_ptr<Tile[]>> free_tiles_;  // the copying thread's own, like the next
-    std::vector<Event> timed_events_;                  // free ones
+    std::array<Direction, 2> directions_;  // stores, loads
+    std::vector<Tiles> free_tiles_;        // the copying thread's own, like the next
+    std::vector<Event> timed_events_;      // free ones
     std::thread thread_;
 };
 

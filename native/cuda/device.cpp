@@ -57,13 +57,15 @@ OpenDevice::OpenDevice(std::shared_ptr<const Driver> driver, int ordinal, std::s
     }
 }
 
-OpenDevice::~OpenDevice() {
-    if (driver_->context_push(context_) == SUCCESS) {
+void OpenDevice::release() {
+    if (released_) return;
+    released_ = true;
+    try {
+        const CurrentContext current(*driver_, context_);
         if (module_ != nullptr) driver_->module_unload(module_);
         driver_->stream_destroy(store_stream_);
         driver_->stream_destroy(load_stream_);
-        Context popped;
-        driver_->context_pop(&popped);
+    } catch (const DriverError&) {  // it is lost, and nothing can be given back
     }
     driver_->primary_context_release(device_);
 }

@@ -1,8 +1,7 @@
 // One device as the copies use it: the process's primary context (the one that PyTorch uses), a stream for each
 // direction, the copy kernel, and pools of events.
 //
-// Everything but the constructor and the destructor is called by the one thread that runs copies, except `context` and
-// `driver`, which any thread may use.
+// `launch_copy` is for the one thread that runs copies; what it knows of the device never changes.
 #pragma once
 
 #include <cstdint>
@@ -23,9 +22,12 @@ class OpenDevice {
   public:
     // std::runtime_error: no such device, or the driver refuses. `kernels`: a fatbin, may be empty.
     OpenDevice(std::shared_ptr<const Driver> driver, int ordinal, std::span<const std::byte> kernels);
-    ~OpenDevice();
+    ~OpenDevice() { release(); }
     OpenDevice(const OpenDevice&) = delete;
     OpenDevice& operator=(const OpenDevice&) = delete;
+
+    // Gives streams, kernel and context back; what it knows of the device stays. Nothing runs on its streams any more.
+    void release();
 
     const Driver& driver() const { return *driver_; }
     const std::shared_ptr<const Driver>& shared_driver() const { return driver_; }
@@ -54,6 +56,7 @@ class OpenDevice {
     std::string kernel_problem_;
     std::string name_;
     int major_ = 0, minor_ = 0, numa_node_ = -1;
+    bool released_ = false;
 };
 
 }  // namespace kvstore::cuda

@@ -30,6 +30,7 @@ inline constexpr Result SUCCESS = 0;
 inline constexpr Result OUT_OF_MEMORY = 2;
 inline constexpr Result NOT_READY = 600;
 
+inline constexpr int CAPTURE_MODE_RELAXED = 2;
 inline constexpr unsigned STREAM_NON_BLOCKING = 1;  // does not wait for the legacy default stream, nor it for this one
 inline constexpr unsigned EVENT_DEFAULT = 0;
 inline constexpr unsigned EVENT_DISABLE_TIMING = 2;
@@ -69,6 +70,7 @@ inline constexpr unsigned COPY_BESIDE_COMPUTE = 1;
     ENTRY(primary_context_release, "cuDevicePrimaryCtxRelease", (Device device))                                     \
     ENTRY(context_push, "cuCtxPushCurrent", (Context context))                                                       \
     ENTRY(context_pop, "cuCtxPopCurrent", (Context * context))                                                       \
+    ENTRY(capture_mode_exchange, "cuThreadExchangeStreamCaptureMode", (int* mode))                                   \
     ENTRY(stream_priorities, "cuCtxGetStreamPriorityRange", (int* least, int* greatest))                             \
     ENTRY(stream_create, "cuStreamCreateWithPriority", (Stream * stream, unsigned flags, int priority))              \
     ENTRY(stream_wait_event, "cuStreamWaitEvent", (Stream stream, Event event, unsigned flags))                      \

@@ -7,9 +7,11 @@ namespace kvstore::cuda {
 
 CurrentContext::CurrentContext(const Driver& driver, Context context) : driver_(driver) {
     driver.check(driver.context_push(context), "cuCtxPushCurrent");
+    driver.capture_mode_exchange(&capture_mode_);
 }
 
 CurrentContext::~CurrentContext() {
+    driver_.capture_mode_exchange(&capture_mode_);
     Context popped;
     driver_.context_pop(&popped);
 }
@@ -92,15 +94,17 @@ void PinnedArena::unpin() {
     stop_pinning();
     const std::lock_guard pinning(pinning_);
     if (pinned_bytes_.load(std::memory_order_relaxed) == 0) return;
-    Result pushed = driver_->context_push(context_);
-    for (std::size_t piece = 0; piece < locked_.size(); ++piece) {
-        if (!locked_[piece].exchange(false)) continue;
+    try {
+        const CurrentContext current(*driver_, context_);
+        for (std::size_t piece = 0; piece < locked_.size(); ++piece) {
+            if (locked_[piece].exchange(false)) {
+                driver_->host_unregister(reinterpret_cast<void*>(address_ + piece * piece_bytes_));
+            }
+        }
+    } catch (const DriverError&) {
         // Of a device that is lost nothing can be unlocked any more; the kernel does it when the process ends.
-        if (pushed == SUCCESS) driver_->host_unregister(reinterpret_cast<void*>(address_ + piece * piece_bytes_));
     }
     pinned_bytes_.store(0, std::memory_order_relaxed);
-    Context popped;
-    if (pushed == SUCCESS) driver_->context_pop(&popped);
 }
 
 std::string PinnedArena::refusal() const {

@@ -26,9 +26,12 @@
 
 namespace kvstore::cuda {
 
-inline constexpr std::uint64_t PIN_PIECE_BYTES = 256 << 20;  // locked in some 50 ms
+// Locked in some 10 ms, for which the driver may hold up the engine's own calls.
+inline constexpr std::uint64_t PIN_PIECE_BYTES = 64 << 20;
 
-// Makes a context current on this thread, and puts back what was.
+// Makes a context current on this thread, and puts back what was. Meanwhile the thread may do what is forbidden while
+// some other thread captures a CUDA graph, as engines do right after their start: page-locking or asking an event then
+// would break the capture, and concerns none of our streams.
 class CurrentContext {
   public:
     CurrentContext(const Driver& driver, Context context);
@@ -38,6 +41,7 @@ class CurrentContext {
 
   private:
     const Driver& driver_;
+    int capture_mode_ = CAPTURE_MODE_RELAXED;  // what it was
 };
 
 enum class Memory {

@@ -33,6 +33,7 @@ SAME(primary_context_retain, PFN_cuDevicePrimaryCtxRetain_v7000);
 SAME(primary_context_release, PFN_cuDevicePrimaryCtxRelease_v11000);
 SAME(context_push, PFN_cuCtxPushCurrent_v4000);
 SAME(context_pop, PFN_cuCtxPopCurrent_v4000);
+SAME(capture_mode_exchange, PFN_cuThreadExchangeStreamCaptureMode_v10010);
 SAME(stream_priorities, PFN_cuCtxGetStreamPriorityRange_v5050);
 SAME(stream_create, PFN_cuStreamCreateWithPriority_v5050);
 SAME(stream_wait_event, PFN_cuStreamWaitEvent_v3020);
@@ -68,6 +69,7 @@ static_assert(offsetof(ours::CopyAttributes, flags) == offsetof(CUmemcpyAttribut
 EQUAL(SUCCESS, CUDA_SUCCESS);
 EQUAL(OUT_OF_MEMORY, CUDA_ERROR_OUT_OF_MEMORY);
 EQUAL(NOT_READY, CUDA_ERROR_NOT_READY);
+EQUAL(CAPTURE_MODE_RELAXED, CU_STREAM_CAPTURE_MODE_RELAXED);
 EQUAL(STREAM_NON_BLOCKING, CU_STREAM_NON_BLOCKING);
 EQUAL(EVENT_DEFAULT, CU_EVENT_DEFAULT);
 EQUAL(EVENT_DISABLE_TIMING, CU_EVENT_DISABLE_TIMING);

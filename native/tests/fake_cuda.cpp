@@ -34,6 +34,7 @@ constexpr Result INVALID_CONTEXT = 201;
 constexpr Result NOT_FOUND = 500;
 constexpr Result ILLEGAL_ADDRESS = 700;
 constexpr Result NOT_REGISTERED = 713;
+constexpr Result CAPTURE_UNSUPPORTED = 900;
 constexpr Result ALREADY_REGISTERED = 712;
 constexpr int PRIORITY_LEAST = 0;
 constexpr int PRIORITY_GREATEST = -5;
@@ -84,6 +85,7 @@ struct State {
     std::int64_t events_alive = 0, contexts = 0, modules = 0;
     std::size_t next_device = 0;
     bool gate_open = true;
+    bool capturing = false, capture_broken = false;
 };
 
 std::recursive_mutex mutex;
@@ -92,12 +94,18 @@ State* state = states.emplace_back(new State).get();
 std::atomic<bool> running{false};
 std::thread runner;
 thread_local std::vector<Context> context_stack;
+thread_local int capture_mode = 0;  // "global": forbidden what would break anybody's capture
 
 int a_context, a_module, a_function;
 
 std::uint64_t pick(std::uint64_t below) {
     return std::uniform_int_distribution<std::uint64_t>(0, below - 1)(state->random);
 }
+
+// While somebody captures a graph, some calls break it, unless their thread has said that it knows.
+const char* const UNSAFE[] = {"cuEventQuery",    "cuMemHostRegister",   "cuMemHostUnregister", "cuMemAlloc",
+                              "cuMemFree",       "cuStreamSynchronize", "cuModuleLoadData",    "cuModuleUnload",
+                              "cuStreamDestroy", "cuEventDestroy"};
 
 // Counts the call; the planted failure of this function, if it is due.
 Result enter(const char* name) {
@@ -110,6 +118,12 @@ Result enter(const char* name) {
             return result;
         }
         --failure->second.first;
+    }
+    const bool unsafe = std::any_of(std::begin(UNSAFE), std::end(UNSAFE),
+                                    [name](const char* other) { return std::strcmp(name, other) == 0; });
+    if (state->capturing && unsafe && capture_mode != CAPTURE_MODE_RELAXED) {
+        state->capture_broken = true;
+        return CAPTURE_UNSUPPORTED;
     }
     return state->lost ? ILLEGAL_ADDRESS : SUCCESS;
 }
@@ -189,7 +203,8 @@ bool step_once() {
     if (!state->early.empty() && pick(2) == 0) {
         const std::size_t i = pick(state->early.size());
         if (const auto piece = state->early[i].lock()) read_now(*piece);
-        state->early.erase(state->early.begin() + static_cast<std::ptrdiff_t>(i));
+        std::swap(state->early[i], state->early.back());
+        state->early.pop_back();
     }
     if (able.empty()) return false;
     FakeStream& stream = *able[pick(able.size())];
@@ -332,6 +347,11 @@ Result context_pop(Context* context) {
     context_stack.pop_back();
     return SUCCESS;
 }
+Result capture_mode_exchange(int* mode) {
+    ENTER("cuThreadExchangeStreamCaptureMode");
+    std::swap(*mode, capture_mode);
+    return SUCCESS;
+}
 Result stream_priorities(int* least, int* greatest) {
     ENTER("cuCtxGetStreamPriorityRange");
     if (context_stack.empty()) return INVALID_CONTEXT;
@@ -434,8 +454,9 @@ Result host_register(void* memory, std::size_t nbytes, unsigned) {
     ENTER("cuMemHostRegister");
     if (context_stack.empty()) return INVALID_CONTEXT;
     const auto address = reinterpret_cast<std::uint64_t>(memory);
+    if (address % 4096 != 0) return INVALID_VALUE;  // it may share a page with another one
     const auto after = state->registered.lower_bound(address);
-    if ((after != state->registered.end() && after->first < address + nbytes) ||
+    if ((after != state->registered.end() && after->first < address + (nbytes + 4095) / 4096 * 4096) ||
         (after != state->registered.begin() && std::prev(after)->first + std::prev(after)->second > address)) {
         return ALREADY_REGISTERED;
     }
@@ -603,6 +624,12 @@ void fake_compute_read(std::uint64_t address, void* into, std::uint64_t nbytes) 
         return true;
     };
     state->null_stream.ops.push_back(std::move(op));
+}
+// Somebody captures a graph from now on, or ends it; whether it is whole so far.
+int fake_capture(int on) {
+    const std::lock_guard guard(mutex);
+    state->capturing = on != 0;
+    return state->capture_broken ? 0 : 1;
 }
 std::uint64_t fake_calls(const char* function) {
     const std::lock_guard guard(mutex);

@@ -397,7 +397,7 @@ class FakeCopier:
             self._end(job, sorted(failed), sum(sizes))
 
     def _end(self, job: int, failed: list[int], nbytes: int) -> None:
-        self.done.append(SimpleNamespace(job=job, failed=failed, nbytes=nbytes, seconds=1e-3))
+        self.done.append(SimpleNamespace(job=job, failed=failed, nbytes=nbytes, seconds=1e-3, settled=True))
 
     def finished(self) -> list[SimpleNamespace]:
         done, self.done = self.done, []

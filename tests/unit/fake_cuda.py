@@ -55,6 +55,7 @@ def _loaded() -> ctypes.CDLL:
         ("fake_gate", (ctypes.c_int,), None),
         ("fake_compute_write", (address, ctypes.c_void_p, count), None),
         ("fake_compute_read", (address, ctypes.c_void_p, count), None),
+        ("fake_capture", (ctypes.c_int,), ctypes.c_int),
         ("fake_calls", (text,), count),
         ("fake_alive", (text,), ctypes.c_int64),
         ("fake_run", (ctypes.c_int,), None),
@@ -110,6 +111,10 @@ class FakeDevice:
         assert source.nbytes == into.nbytes
         self._kept += [source, into]
         self._lib.fake_compute_read(source.ctypes.data, into.ctypes.data, into.nbytes)
+
+    def capture(self, *, is_on: bool) -> bool:
+        """Somebody captures a CUDA graph, or ends it; False when a call has broken it."""
+        return bool(self._lib.fake_capture(int(is_on)))
 
     def calls(self, function: str) -> int:
         return self._lib.fake_calls(function.encode())

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,15 +77,37 @@ def test_a_kind_of_kv_cache_that_nobody_here_knows_is_refused():
         build(vllm_config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
 
 
-def test_a_device_other_than_the_cpu_platforms_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("device_type", "is_cuda", "said"),
+    [
+        ("cuda", True, r'that no GPU has ever run.*"untried_cuda": true'),
+        ("cuda", False, "runs on cuda: start it without"),  # ROCm
+        ("xpu", False, "runs on xpu: start it without"),
+    ],
+)
+def test_a_device_that_copies_cannot_be_made_on_or_were_not_tried_on_is_refused(
+    monkeypatch, device_type, is_cuda, said
+):
     from connector import plugin
 
-    class Elsewhere:
-        device_type = "cuda"
-
-    monkeypatch.setattr(plugin, "current_platform", Elsewhere)
-    with pytest.raises(ValueError, match="runs on cuda"):
+    elsewhere = SimpleNamespace(device_type=device_type, is_cuda=lambda: is_cuda)
+    monkeypatch.setattr(plugin, "current_platform", elsewhere)
+    with pytest.raises(ValueError, match=said):
         build(vllm_config())
+
+
+def test_who_asks_for_it_gets_copies_that_were_not_tried_yet(monkeypatch):
+    from connector import plugin
+
+    monkeypatch.setattr(plugin, "current_platform", SimpleNamespace(device_type="cuda", is_cuda=lambda: True))
+    build(vllm_config({"untried_cuda": True, "copy_backend": "kernel"}))
+
+
+@pytest.mark.parametrize("backend", ["copy_engine", "kernel"])
+def test_a_copy_backend_of_cuda_is_refused_on_the_cpu_platform(backend):
+    with pytest.raises(ValueError, match=f"copy_backend='{backend}' needs a CUDA device"):
+        build(vllm_config({"copy_backend": backend}))
+    build(vllm_config({"copy_backend": "host"}))
 
 
 @pytest.mark.parametrize("seed", [None, "", "random"])

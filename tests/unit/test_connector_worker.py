@@ -1,5 +1,9 @@
-"""The worker half with the native core: a real arena, a real table, real copy threads, and a KV cache in numpy."""
+"""The worker half with the native core: a real arena, a real table, and a KV cache in numpy.
 
+With real copy threads, and with the copier for CUDA on a fake device, whose work is done late and in random order.
+"""
+
+import ctypes
 import pickle
 from types import SimpleNamespace
 
@@ -20,12 +24,15 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
 )
 
+from connector.config import CopyBackend
+from connector.cuda import CudaTransfer, open_copier
 from connector.messages import ChunkSpec, WorkerOutcomes
 from connector.pages import rank_pages
 from connector.transfer import HostTransfer
 from connector.worker import WorkerHalf
 from kvstore._native import POISON
 from tests.unit.connector_fakes import FakeLink
+from tests.unit.fake_cuda import FakeDevice
 from tests.unit.native_store import INSTANCE, native_store
 
 BLOCKS = 24
@@ -50,8 +57,45 @@ def kv_caches(fill):
     return CanonicalKVCaches(tensors, [refs])
 
 
+class OnCuda:
+    """The fake device of a test, and how its ranks copy. `None` in its place: on the CPU platform."""
+
+    def __init__(self, backend):
+        self.backend = backend
+        self.device = FakeDevice()
+        self.transfers = []
+
+    def transfer(self, pages):
+        for region in pages.regions:
+            self.device.add_memory(np.ctypeslib.as_array((ctypes.c_uint8 * region.nbytes).from_address(region.address)))
+        copier = open_copier(0, self.backend, library=self.device.library, kernels=b"any", pin_piece_bytes=64 * 8192)
+        transfer = CudaTransfer(
+            [pages.layout],
+            pages.regions,
+            copier=copier,
+            pins=self.backend is not CopyBackend.HOST,
+            compute_stream=lambda: 0,
+        )
+        self.transfers.append(transfer)
+        return transfer
+
+
+@pytest.fixture(params=["cpu", *CopyBackend])
+def on_cuda(request):
+    """Every test that uses it is run on each platform and with each backend."""
+    if request.param == "cpu":
+        yield None
+        return
+    on_cuda = OnCuda(CopyBackend(request.param))
+    with on_cuda.device.running():
+        yield on_cuda
+        for transfer in on_cuda.transfers:
+            transfer.close()
+    assert on_cuda.device.alive() == {}
+
+
 class Rank:
-    def __init__(self, store, *, fill, caches=None, ranks=1):
+    def __init__(self, store, on_cuda, *, fill, caches=None, ranks=1):
         self.caches = kv_caches(fill) if caches is None else caches
         pages = rank_pages(
             self.caches,
@@ -64,7 +108,7 @@ class Rank:
             rank=0,
             ranks=ranks,
         )
-        self.transfer = HostTransfer([pages.layout], pages.regions)
+        self.transfer = on_cuda.transfer(pages) if on_cuda else HostTransfer([pages.layout], pages.regions)
         self.link = FakeLink(self.transfer.map(INSTANCE, store.table(), store.arena))
         self.half = WorkerHalf(self.link, self.transfer)
 
@@ -83,8 +127,8 @@ def store():
 
 
 @pytest.fixture
-def rank(store):
-    rank = Rank(store, fill=True)
+def rank(store, on_cuda):
+    rank = Rank(store, on_cuda, fill=True)
     yield rank
     rank.transfer.close()
 
@@ -116,7 +160,7 @@ def test_layout_and_regions_are_those_of_the_engines_tensors(rank):
     assert rank.transfer.layouts[0].block_count == BLOCKS
 
 
-def test_what_one_engine_stores_another_loads(store, rank):
+def test_what_one_engine_stores_another_loads(store, on_cuda, rank):
     written = [7, 3, 4, 20, 0, 21]
     spec = granted(store, 2)
     assert rank.half.submit_store(11, blocks(written, 2 * PER_CHUNK), spec)
@@ -124,7 +168,7 @@ def test_what_one_engine_stores_another_loads(store, rank):
     assert (result.job_id, result.success, result.transfer_size) == (11, True, 2 * 8192)  # padding included
     assert rank.half.take_failed() == {}
 
-    other = Rank(store, fill=False)
+    other = Rank(store, on_cuda, fill=False)
     read = [5, 6, 1, 2]  # blocks 1 to 4 of the six: the end of one chunk and the beginning of the next
     assert other.half.submit_load(12, spec, blocks(read, 2 * PER_CHUNK + 1))
     [result] = other.finish(12)
@@ -152,14 +196,14 @@ def test_the_padding_of_a_slot_is_zeroed(store, rank):
     abort(store, spec)
 
 
-def test_ranks_that_hold_the_same_bytes_take_turns_and_each_reports_the_whole_job(store):
+def test_ranks_that_hold_the_same_bytes_take_turns_and_each_reports_the_whole_job(store, on_cuda):
     ranks = []
     for number in range(2):
         caches = kv_caches(fill=True)
         for ref in caches.group_data_refs[0]:
             page = ref.page_size_bytes
             ref.mapping = CanonicalPageMapping(page, page, (CopyRun(0, 0, page, 1, page, page),), 2, number, True)
-        ranks.append(Rank(store, fill=True, caches=caches, ranks=2))
+        ranks.append(Rank(store, on_cuda, fill=True, caches=caches, ranks=2))
     spec, written = granted(store, 1), [7, 3, 4]
     begin = store.offset(int(spec.slots[0]), CHUNK_BYTES)
     slot = np.frombuffer(store.arena.view(), np.uint8)[begin : begin + 8192]

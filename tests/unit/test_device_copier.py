@@ -248,6 +248,21 @@ def test_a_refusal_is_told_and_the_rest_goes_the_slower_way(store: NativeStore) 
     assert rig.device.alive() == {}
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_graph_that_is_captured_meanwhile_stays_whole(store: NativeStore, background: bool) -> None:
+    rig = Rig(store, background=background, load_kernel_bytes=2**63)
+    rig.device.capture(is_on=True)
+    with rig.device.running():
+        rig.pin()
+        rig.submit(1, [(0, 0, 1000)], is_load=True)
+        rig.submit(2, [(5000, 5000, 1000)], is_load=False)
+        assert rig.finish(1, 2) == [(1, [], 1000), (2, [], 1000)]
+        rig.copier.unmap_arena(store.arena.address)
+        rig.close()
+    assert rig.device.capture(is_on=False)
+    assert rig.device.alive() == {}
+
+
 # ---- limits
 
 

@@ -1,0 +1,58 @@
+"""A device for tests that run on both: the fake one, so that the tests themselves are known to work, and a real one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from connector.config import CopyBackend
+from connector.cuda import open_copier
+from kvstore._native import CUDA_KERNELS, DeviceCopier
+from tests.unit.fake_cuda import FakeDevice
+
+
+class Fake:
+    def __init__(self) -> None:
+        self._device = FakeDevice()
+
+    def open(self, backend: CopyBackend) -> DeviceCopier:
+        return open_copier(0, backend, library=self._device.library, kernels=b"any", pin_piece_bytes=1 << 20)
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self._device.add_memory(memory.numpy())
+        return memory
+
+    @staticmethod
+    def stream() -> int:
+        return 0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with self._device.running():
+            yield
+
+
+class Gpu:
+    def open(self, backend: CopyBackend) -> DeviceCopier:
+        return open_copier(torch.cuda.current_device(), backend)
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+
+    @staticmethod
+    def stream() -> int:
+        return int(torch.cuda.current_stream().cuda_stream)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        yield
+
+
+def no_gpu() -> str:
+    """Why there is no device for these tests; empty: there is."""
+    if not torch.cuda.is_available():
+        return "PyTorch finds no CUDA device"
+    if not CUDA_KERNELS:
+        return "this build has no copy kernel: install nvcc of CUDA 12.9 or newer and build again"
+    return ""

@@ -1,0 +1,77 @@
+"""Measuring a device, on the fake one: everything is measured and nothing is kept. The figures mean nothing there."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from kvstore._native import DeviceCopier
+from kvstore.device_bandwidth import Bandwidth, Direction, Way, kernel_pays_below, measure
+from tests.unit.fake_cuda import FakeDevice
+
+SIZES = (2048, 65536)
+
+
+def opened(device: FakeDevice, way: Way) -> DeviceCopier:
+    every = 2**63 if way is Way.KERNEL else 0
+    return DeviceCopier(
+        0, library=device.library, kernels=b"any", load_kernel_bytes=every, store_kernel_bytes=every,
+        pin_piece_bytes=1 << 20,
+    )  # fmt: skip
+
+
+def measured(device: FakeDevice, ways: Sequence[Way]) -> list[Bandwidth]:
+    found = measure(lambda way: opened(device, way), ways=ways, fragment_bytes=SIZES, total_bytes=1 << 20, rounds=2)
+    return list(found)
+
+
+def test_every_way_direction_and_size_is_measured_and_everything_given_back() -> None:
+    device = FakeDevice()
+    with device.running():
+        results = measured(device, tuple(Way))
+    found = [(one.way, one.fragment_bytes, one.direction) for one in results]
+    assert found == list(itertools.product(Way, SIZES, Direction))
+    assert all(len(one.bytes_per_s) == 2 and min(one.bytes_per_s) > 0 for one in results)
+    assert device.calls("cuLaunchKernel") > 0
+    assert device.calls("cuMemcpyAsync") > 0
+    assert device.alive() == {}
+
+
+def test_a_copy_that_fails_is_no_measurement() -> None:
+    device = FakeDevice()
+    device.fail("cuMemcpyBatchAsync", after=3)
+    with device.running(), pytest.raises(RuntimeError, match="fragments of 2048 bytes failed"):
+        list(
+            measure(lambda way: opened(device, way), ways=[Way.COPY_ENGINE], fragment_bytes=SIZES, total_bytes=1 << 20)
+        )
+    assert device.alive() == {}
+
+
+def test_memory_that_is_not_page_locked_is_no_measurement_of_memory_that_is() -> None:
+    device = FakeDevice()
+    device.fail("cuMemHostRegister")
+    with pytest.raises(RuntimeError, match=r"does not page-lock .* CUDA_ERROR_OUT_OF_MEMORY"):
+        list(
+            measure(lambda way: opened(device, way), ways=[Way.COPY_ENGINE], fragment_bytes=SIZES, total_bytes=1 << 20)
+        )
+
+
+@pytest.mark.parametrize(
+    ("kernel", "engine", "below"),
+    [
+        ([9, 9, 9], [1, 5, 10], 400),  # of 100, 200, 400 bytes
+        ([9, 9, 9], [10, 10, 10], 0),
+        ([9, 9, 9], [1, 1, 1], 401),
+        ([9, 9, 9], [10, 1, 10], 400),
+    ],
+)
+def test_the_kernel_pays_below_the_size_from_which_on_the_engines_are_as_fast(
+    kernel: list[float], engine: list[float], below: int
+) -> None:
+    results = [
+        Bandwidth(way, Direction.LOAD, nbytes, (speed / 2, speed))
+        for way, speeds in ((Way.KERNEL, kernel), (Way.COPY_ENGINE, engine))
+        for nbytes, speed in zip((100, 200, 400), speeds, strict=True)
+    ]
+    results.append(Bandwidth(Way.KERNEL, Direction.STORE, 100, (100.0,)))
+    assert kernel_pays_below(results, Direction.LOAD) == below
