@@ -8,6 +8,7 @@ import pytest
 from connector.testing import Engine, Family, random_prompt, small_model, transfer_config
 from kvstore import admin
 from tests.vllm.falsifying_connector import TRAP_VARIABLE
+from tests.vllm.node import granted_and_pinned, wait_until
 from tests.vllm.support import (
     ARGUMENTS,
     BLOCK_TOKENS,
@@ -106,6 +107,8 @@ def test_a_window_chunk_that_lost_a_block_is_not_stored(engine: Engine, store: S
     prompt = random_prompt(90, PROMPT_TOKENS)
     expected = cold_tokens(engine, store, prompt)
     engine.generate(prompt[: 5 * BLOCK_TOKENS + 10])
+    # What is written to a slot granted before a removal is not stored after it.
+    wait_until(lambda: granted_and_pinned(store.daemon) == (0, 0), "slots that were not used go back")
     admin.remove(store.endpoint, admin.selection(tier="all"))
     failed, stores = failed_store_chunks(engine), store.stores()
 
