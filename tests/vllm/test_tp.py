@@ -6,23 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from connector.testing import Engine, Family, random_prompt, small_model, transfer_config
+from connector.testing import Engine, random_prompt, small_model, transfer_config
 from tests.vllm.support import ARGUMENTS, BLOCK_TOKENS, FULL_CHUNKS, HASH_SEED, MODELS, PROMPT_TOKENS, Store
 
-MODELS_HERE: Mapping[str, Mapping[str, object]] = {
-    "two KV heads": {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2},
-    "MLA, the same on both ranks": {"family": Family.DEEPSEEK_V2},
-}
+TWO_KV_HEADS: Mapping[str, object] = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
 # Sums are taken in another order on two ranks, so longer outputs may part.
 TOKENS_ALIKE = 8
 
 
-@pytest.fixture(scope="module", params=MODELS_HERE)
-def engines(
-    request: pytest.FixtureRequest, store: Store, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[int, Engine]]:
-    """By tensor parallel size. Without a cache of their own, which vLLM does not have for MLA on every CPU."""
-    model, logs = small_model(MODELS, **MODELS_HERE[request.param]), tmp_path_factory.mktemp("tp")  # type: ignore[arg-type]
+@pytest.fixture(scope="module")
+def engines(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Engine]]:
+    """By tensor parallel size. Without a cache of their own."""
+    model, logs = small_model(MODELS, **TWO_KV_HEADS), tmp_path_factory.mktemp("tp")
     with ExitStack() as running:
         yield {tp_size: running.enter_context(_engine(model, tp_size, store, logs)) for tp_size in (2, 1)}
 
@@ -31,7 +26,6 @@ def _engine(model: Path, tp_size: int, store: Store, logs: Path) -> Engine:
     return Engine(
         model,
         logs / f"tp{tp_size}.log",
-        # In tokens: for MLA vLLM may choose blocks of its own.
         transfer=transfer_config(store.endpoint, block_size=BLOCK_TOKENS, tp_lcm_size=2),
         hash_seed=HASH_SEED,
         arguments={
