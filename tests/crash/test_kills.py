@@ -17,7 +17,7 @@ def test_processes_killed_under_load_cost_no_wrong_byte_and_leave_nothing_behind
     assert kill_many(KILLS, SEED) == dict.fromkeys(VICTIMS, KILLS // len(VICTIMS))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_daemons_killed_at_moments_that_are_new_each_time_lose_nothing_on_disk() -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"again with: python -m tests.crash.fs_kills --kills {FS_KILLS} --seed {seed}")  # shown when it fails

@@ -24,7 +24,9 @@ SANITIZERS = {
 PROGRAMS = [("memory", "core_test"), ("memory", "race_test"), ("threads", "race_test")]
 SEQUENCE_CHECK = "if (bucket.sequence.load(std::memory_order_relaxed) != sequence) continue;"
 COMPILERS_AT_ONCE = 2
-RUN_TIMEOUT_S = 120
+RUN_TIMEOUT_S = 400
+
+pytestmark = pytest.mark.timeout(900)  # the sources are compiled for each sanitizer
 
 
 def _compile(arguments: list[str]) -> None:
