@@ -11,7 +11,7 @@ import pytest
 
 from connector.testing import Completion, Engine, random_prompt
 from kvstore import admin
-from kvstore.session import Attachment, Role, Session
+from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.testing import Daemon, running_daemon
 from tests.hanging_disk import HangingDisk
 from tests.vllm.support import (
@@ -34,7 +34,7 @@ class Pulse:
     """Looks at the daemon's heartbeat all the time, as an engine does when a request comes."""
 
     def __init__(self, daemon: Daemon) -> None:
-        attachment = Attachment(role=Role.CLIENT, hash_seed=HASH_SEED, namespace={"model": "none"}, chunk_bytes=4096)
+        attachment = Attachment(role=Role.CLIENT, hash_seed=HASH_SEED, kinds=(Kind({"model": "none"}, 4096),))
         self._session = Session.attach(daemon.endpoint, attachment)
         self._worst_ms = 0.0
         self._ending = threading.Event()

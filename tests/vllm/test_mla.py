@@ -44,7 +44,7 @@ def test_an_mla_engine_is_served_what_it_stored(store: Store, tmp_path: Path) ->
 
 
 def _scribble(store: Store) -> None:
-    attachment = Attachment(role=Role.CLIENT, hash_seed=HASH_SEED, kinds=[Kind({"made": "to scribble"}, 64 << 10)])
+    attachment = Attachment(role=Role.CLIENT, hash_seed=HASH_SEED, kinds=(Kind({"made": "to scribble"}, 64 << 10),))
     session = Session.attach(store.endpoint, attachment)
     try:
         fill(session.arena.address, session.arena.nbytes, SCRIBBLE)
