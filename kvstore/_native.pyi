@@ -418,7 +418,8 @@ class Index:
 
     def next_to_go(self, nbytes: int, *, steps: int, limit: int) -> list[tuple[bytes, bytes, bytes, int, int]]:
         """(namespace, tenant, key, slot, generation) of chunks that no lower tier has and nobody writes there, among
-        those that would be evicted for the next `nbytes`, in that order. Looks at `steps` chunks at most."""
+        those that would be evicted for the next `nbytes`, in that order; what the adaptive policy takes from the young
+        end is not foreseen. Looks at `steps` chunks at most."""
 
     def unwritten(
         self, start: int, *, used_before_ms: int | None = None, steps: int, limit: int
