@@ -926,6 +926,9 @@ class SchedulerHalf(OffloadingManager):
         steps, table = attached.steps, attached.session.table
         keep, missing = False, []
         for kind, expected in enumerate(self._expected):
+            if expected == 0:  # as in most steps; the bounds below take longer than all the rest
+                missing.append(0)
+                continue
             target = min(expected, self._grants_max(attached, kind) - self._writing(attached, kind))
             missing.append(target - steps.grants_free(kind) - steps.grants_coming(kind))
             keep |= target > 0 and missing[kind] >= 0
