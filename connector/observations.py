@@ -8,8 +8,7 @@ output; outputs come in the order of the steps. No vLLM import; one thread, the 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.calibration import PREFILL_TOKENS_MIN, RecomputeCalibration, Step
 from kvstore.costmodel import GpuQueue, RecomputeModel, recompute_s
@@ -38,11 +37,13 @@ class Scheduled(Protocol):
     preempted_req_ids: Iterable[str] | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
+class _Open(NamedTuple):
     step: Step
     began_s: float
     prefilled: Sequence[str]  # requests whose prompt is computed with this step
+
+
+_DECODING = Step(())
 
 
 class EngineQueue:
@@ -92,10 +93,16 @@ class EngineQueue:
 
     def step_began(self, scheduled: Scheduled) -> None:
         """The scheduler's output of this step. One without tokens runs no forward pass and is not timed."""
+        tokens = scheduled.num_scheduled_tokens
+        if not (scheduled.scheduled_new_reqs or scheduled.preempted_req_ids or self._waiting or self._prefilling) and (
+            max(tokens.values(), default=0) <= DECODE_TOKENS_MAX
+        ):
+            if tokens:
+                self._opened(_DECODING)  # as most steps; nothing but its place in their order is of use
+            return
         prefills: list[tuple[int, int]] = []
         prefilled: list[str] = []
         decodes = context = 0
-        tokens = scheduled.num_scheduled_tokens
         for new in scheduled.scheduled_new_reqs:
             prompt = self._waiting.pop(new.req_id, 0)
             self._prefill(new.req_id, new.num_computed_tokens, tokens.get(new.req_id, 0), prompt, prefills, prefilled)
@@ -114,11 +121,13 @@ class EngineQueue:
         for request in scheduled.preempted_req_ids or ():
             _, prompt = self._prefilling.pop(request, (0, 0))
             self._waiting[request] = prompt
-        if not tokens:
-            return
+        if tokens:
+            self._opened(Step(prefills, decodes, context), prefilled)
+
+    def _opened(self, step: Step, prefilled: Sequence[str] = ()) -> None:
         if len(self._open) >= STEPS_OPEN_MAX:
             self._open.clear()
-        self._open.append(_Open(Step(prefills, decodes, context), self._clock(), prefilled))
+        self._open.append(_Open(step, self._clock(), prefilled))
 
     def _prefill(
         self,
@@ -146,6 +155,8 @@ class EngineQueue:
         now_s = self._clock()
         seconds = now_s - max(step.began_s, self._ended_s)
         self._ended_s = now_s
+        if step.step is _DECODING:
+            return False
         observed = sum(end - first for first, end in step.step.prefills) >= PREFILL_TOKENS_MIN
         if observed:
             self.prefill_steps += 1

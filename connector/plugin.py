@@ -55,12 +55,8 @@ class KVStoreConnector(OffloadingConnector):
         if role == KVConnectorRole.SCHEDULER:
             _mention_failure_policy(vllm_config)
             logging.getLogger(OFFLOADING_SCHEDULER_LOG).addFilter(_is_no_waiting_store)
-
-    @property
-    def _scheduler_half(self) -> SchedulerHalf:
-        half = self.scheduler.manager
-        assert isinstance(half, SchedulerHalf)
-        return half
+            assert isinstance(self.scheduler.manager, SchedulerHalf)
+            self._scheduler_half = self.scheduler.manager
 
     @property
     def _worker_half(self) -> WorkerHalf:

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,7 +178,7 @@ class Row:
 
     def keys_of(self, hashes: Sequence[bytes]) -> list[OffloadKey]:
         suffix = make_offload_key(b"", self.geometry.group_id)
-        return [OffloadKey(chunk_hash + suffix) for chunk_hash in hashes]
+        return cast(list[OffloadKey], [chunk_hash + suffix for chunk_hash in hashes])
 
     def admitted(self, end_tokens: int | None, count: int) -> int:
         """How many of `count` chunks from `lookup_from` on end by then."""
@@ -195,13 +195,14 @@ class Row:
 
 
 class LookedUp(NamedTuple):
-    """What the shared table said of a row's chunks from `lookup_from` on."""
+    """What the shared table said of a row's chunks from `lookup_from` on; of a chain up to the first missing one."""
 
     row: Row
     keys: Sequence[OffloadKey]
     codes: bytes
     slots: Sequence[int]
     generations: Sequence[int]
+    missing: bytes  # hash of the first one after those
 
 
 @dataclass(slots=True, eq=False)
@@ -465,7 +466,17 @@ class SchedulerHalf(OffloadingManager):
                 missing += row.needed(codes).count(MISS)
                 if self._rules.stores and self._admission.stores_lately:
                     self._expect(row, min(codes.count(MISS), row.geometry.stored_max(row.prompt_chunks)))
-            looked_up.append(LookedUp(row, row.keys_of(hashes), codes, slots.tolist(), generations.tolist()))
+            end = leading(codes, MISS) if row.geometry.is_chain else len(codes)
+            looked_up.append(
+                LookedUp(
+                    row,
+                    row.keys_of(hashes[:end]),
+                    codes[:end],
+                    slots[:end].tolist(),
+                    generations[:end].tolist(),
+                    hashes[end] if end < len(hashes) else b"",
+                )
+            )
         if not record.misses_told:
             record.misses_told = True
             attached.steps.miss(missing)
@@ -480,24 +491,23 @@ class SchedulerHalf(OffloadingManager):
         record.admitted_tokens = self._admit_load(record, attached, looked_up)
         from_cpu = record.may_load_from(Medium.CPU)
         chunks: dict[OffloadKey, tuple[int, int]] = {}
-        codes_of_rows: list[Mapping[OffloadKey, int]] = []
-        below = False
-        for row, every_key, every_code, slots, generations in looked_up:
-            admitted = row.admitted(record.admitted_tokens, len(every_key))
-            keys, codes = every_key[:admitted], every_code[:admitted]
-            places = zip(slots[:admitted], generations[:admitted], strict=True)
-            if from_cpu and not record.barred and codes.count(CPU) == len(codes):
-                chunks.update(zip(keys, places, strict=True))  # as usual; it must be quick
+        admitted: list[tuple[Sequence[OffloadKey], bytes]] = []
+        for row, keys, codes, slots, generations, _ in looked_up:
+            count = row.admitted(record.admitted_tokens, len(keys))
+            places = zip(slots[:count], generations[:count], strict=True)
+            admitted.append((keys[:count], codes[:count]))
+            if from_cpu and not record.barred and codes.count(CPU, 0, count) == count:
+                chunks.update(zip(keys[:count], places, strict=True))  # as usual; it must be quick
             else:
                 chunks |= {
                     key: place
-                    for key, code, place in zip(keys, codes, places, strict=True)
+                    for key, code, place in zip(keys[:count], codes[:count], places, strict=True)
                     if code == CPU and key not in record.barred and (from_cpu or key in record.prefetched)
                 }
-            codes_of_rows.append(dict(zip(keys, codes, strict=True)))
-            below |= FS in codes or PENDING in codes
         coming: Collection[OffloadKey] = ()
+        below = any(FS in codes or PENDING in codes for _, codes in admitted)
         if below and record.may_load_from(Medium.STORAGE):
+            codes_of_rows = [dict(zip(keys, codes, strict=True)) for keys, codes in admitted]
             coming = self._prefetch(record, attached, codes_of_rows, chunks)
         else:
             self._promotion_over(record)
@@ -564,7 +574,7 @@ class SchedulerHalf(OffloadingManager):
             disk_chunks=on_disk,
             chunk_bytes=self._chunk_bytes(attached),
             disk_healthy=healthy,
-            missing=get_offload_block_hash(keys[anywhere]) if anywhere < len(keys) else b"",
+            missing=get_offload_block_hash(keys[anywhere]) if anywhere < len(keys) else lead.missing,
         )
 
     def _chunk_bytes(self, attached: Attached) -> int:
@@ -778,8 +788,9 @@ class SchedulerHalf(OffloadingManager):
         sorted_out = Offers(row, offers[0].position, offers[-1].position, self._admitted_end(record, attached, row))
         hashes = [get_offload_block_hash(offer.key) for offer in offers]
         codes, slots, generations = self._find(attached, record, row, hashes)
+        now_there = row.chunk_hashes(sorted_out.first, sorted_out.last + 1)
         for i, (offer, code) in enumerate(zip(offers, codes, strict=True)):
-            if row.chunk_hashes(offer.position, offer.position + 1) != [hashes[i]]:
+            if now_there[offer.position - sorted_out.first : offer.position - sorted_out.first + 1] != [hashes[i]]:
                 continue  # the request's tokens were changed since vLLM noted this key: its bytes are another's
             if code in (CPU, PENDING):
                 sorted_out.present.append(offer)
@@ -923,25 +934,25 @@ class SchedulerHalf(OffloadingManager):
 
     def _fetch_grants(self, attached: Attached) -> None:
         """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
-        steps, table = attached.steps, attached.session.table
-        keep, missing = False, []
-        for kind, expected in enumerate(self._expected):
-            if expected == 0:  # as in most steps; the bounds below take longer than all the rest
-                missing.append(0)
-                continue
-            target = min(expected, self._grants_max(attached, kind) - self._writing(attached, kind))
-            missing.append(target - steps.grants_free(kind) - steps.grants_coming(kind))
-            keep |= target > 0 and missing[kind] >= 0
+        steps = attached.steps
+        there = [steps.grants_free(kind) + steps.grants_coming(kind) for kind in range(len(self._expected))]
         # A step of the engine may take longer than a slot may lie idle; what is too much may still go back.
-        steps.keep_grants(keep=keep)
-        if max(missing) <= 0 or table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+        steps.keep_grants(keep=any(0 < expected >= got for got, expected in zip(there, self._expected, strict=True)))
+        if all(got >= expected for got, expected in zip(there, self._expected, strict=True)):
+            return  # as in most steps; the bounds below take longer than all the rest
+        if attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return
         now = self._clock()
         soon = now - self._grants_asked_at < GRANTS_RETRY_S
-        rows = [row for record in self._records.values() for row in record.rows]
-        growing = {row.tail for row in rows if row.grants_expected and row.tail}
-        for kind, count in enumerate(missing):
-            if count > 0 and not (soon and steps.grants_short(kind) in _FULL):
+        growing: set[tuple[int, int]] | None = None
+        for kind, (got, expected) in enumerate(zip(there, self._expected, strict=True)):
+            if got >= expected or (soon and steps.grants_short(kind) in _FULL):
+                continue
+            count = min(expected, self._grants_max(attached, kind) - self._writing(attached, kind)) - got
+            if count > 0:
+                if growing is None:
+                    rows = (row for record in self._records.values() for row in record.rows)
+                    growing = {row.tail for row in rows if row.grants_expected and row.tail}
                 self._grants_asked_at = now
                 steps.want_grants(count, kind=kind, tails=growing)
 
