@@ -60,8 +60,6 @@ ATTACH_BACKOFF_MIN_S, ATTACH_BACKOFF_MAX_S = 0.05, 1.0
 PENDING_POLL_S = 0.001  # the table costs microseconds
 COPY_TIMEOUT_S = 60.0  # of one batch between two memories of this host
 GRANTS_AHEAD_SHARE = 8  # of the arena at most is kept free for this client's next put
-PUT_LAST_PART = 4  # a quarter of a put is left to be committed when its copies have ended
-PUT_PART_BYTES_MIN = 16 << 20  # a smaller part is copied sooner than its message costs
 
 
 class RejectReason(enum.StrEnum):
@@ -496,9 +494,8 @@ class _Connection:
         *,
         later: int,
     ) -> list[int]:
-        """Copy into the granted slots, payload and zeroed padding, and commit; a large batch in parts, so that the
-        daemon commits one while the next is copied. Returns the commits' tickets. On any error the slots of what was
-        not committed are given back. `later`: how many slots the last part's message asks for.
+        """Copy into the granted slots, payload and zeroed padding, and commit. Returns the commits' tickets. On any
+        error the slots of what was not committed are given back. `later`: how many slots the message also asks for.
         """
         tickets: list[int] = []
         try:
@@ -507,37 +504,22 @@ class _Connection:
                 for address in addresses:
                     _native.fill(address + self._chunk_bytes, self._class_bytes - self._chunk_bytes, 0)
             sources = [_address_of(payloads[position]) for position in positions]
-            ends = self._part_ends(len(positions))
             with self._lent(sources):
-                jobs = [self._submit(sources[begin:end], addresses[begin:end]) for begin, end in pairwise([0, *ends])]
-                for job, end in zip(jobs, ends, strict=True):
-                    if self._ended_copy(job).failed:
-                        raise Unavailable("the copy into the arena was ended by a close in another thread")
-                    begin = len(tickets)
-                    part = positions[begin:end]
-                    tickets += self._steps.commit_many(
-                        grants[begin:end],
-                        tenant,
-                        [keys[position] for position in part],
-                        [keys[position - 1] if position else b"" for position in part],
-                    )
-                    if end == len(positions):
-                        self._steps.want_grants(later, tails=grants[-1:])
-                    else:
-                        self._steps.flush()
+                if self._ended_copy(self._submit(sources, addresses)).failed:
+                    raise Unavailable("the copy into the arena was ended by a close in another thread")
+                tickets += self._steps.commit_many(
+                    grants,
+                    tenant,
+                    [keys[position] for position in positions],
+                    [keys[position - 1] if position else b"" for position in positions],
+                )
+                self._steps.want_grants(later, tails=grants[-1:])
         finally:
             if len(tickets) < len(grants):  # the copying threads have left these slots, whatever happened
                 for slot, generation in grants[len(tickets) :]:
                     self._steps.abort(slot, generation)
                 self._steps.flush()
         return tickets
-
-    def _part_ends(self, chunks: int) -> list[int]:
-        """Where the parts of a batch end. The last is the smallest: nothing is copied while its commits are awaited."""
-        last = max(1, chunks // PUT_LAST_PART)
-        if (chunks - last) * self._chunk_bytes < PUT_PART_BYTES_MIN:
-            return [chunks]
-        return [chunks - last, chunks]
 
     @contextlib.contextmanager
     def _lent(self, addresses: list[int]) -> Iterator[None]:

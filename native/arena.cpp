@@ -24,6 +24,8 @@
 namespace kvstore {
 namespace {
 
+constexpr std::size_t HUGE_PAGE_BYTES = 2 << 20;
+
 [[noreturn]] void fail(const std::string& what) {
     throw std::system_error(errno, std::generic_category(), what);
 }
@@ -107,6 +109,8 @@ Mapping::Mapping(int fd, std::size_t nbytes, Access access) : size_(nbytes) {
         errno = error;
         fail("cannot keep shared memory out of forked children");
     }
+    // A wish: the kernel's setting for shared memory decides. Not for what is left over, which would take a whole page.
+    madvise(mapped, nbytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, MADV_HUGEPAGE);
     data_ = static_cast<std::byte*>(mapped);
 }
 

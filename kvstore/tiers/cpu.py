@@ -14,7 +14,7 @@ from collections.abc import Callable
 from kvstore import _native
 from kvstore.config import EVICTION_POLICY_DEFAULT
 from kvstore.errors import ConfigurationError
-from kvstore.tiers.host_memory import MemoryLimit, memory_limits
+from kvstore.tiers.host_memory import MemoryLimit, huge_page_advice, memory_limits
 
 INDEX_BYTES_PER_ENTRY_OF_TIER = 128 << 10  # one entry for each 128 KiB of the tiers' bytes
 POPULATE_BYTES = 2 << 20  # a huge page; the kernel holds the map's lock meanwhile, so the loop must not wait for more
@@ -131,7 +131,8 @@ class CpuTier:
             ready = slab_end
             announce(ready)
         if ready == self.arena_bytes:
-            _log.info("the arena's %d bytes are all in memory", ready)
+            advice = huge_page_advice()
+            _log.info("the arena's %d bytes are all in memory%s", ready, f"; {advice}" if advice else "")
 
     def _wait_for_memory(self, nbytes: int) -> bool:
         """Until `nbytes` and the reserve can be had. False when the tier is closing."""

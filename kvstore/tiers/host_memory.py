@@ -24,6 +24,18 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
     return [host, *_cgroup_limits(root)]
 
 
+def huge_page_advice(root: Path = Path("/")) -> str | None:
+    """What to set where the kernel gives shared memory small pages only; None: it gives huge ones, or knows none."""
+    setting = Path("sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    try:
+        chosen = (root / setting).read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return None
+    if chosen not in ("never", "deny"):
+        return None
+    return f"/{setting} is {chosen!r}: with 'advise' there each process that maps the arena needs smaller page tables"
+
+
 def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
     for mount, own_path, version in _memory_cgroups(root):
         path = own_path

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.errors import ConfigurationError
 from kvstore.tiers.cpu import MEMORY_RESERVE_BYTES, require_memory, shortage
-from kvstore.tiers.host_memory import MemoryLimit, memory_limits
+from kvstore.tiers.host_memory import MemoryLimit, huge_page_advice, memory_limits
 
 GIB = 1 << 30
 
@@ -82,3 +82,21 @@ def test_memory_that_is_only_taken_at_the_moment_is_waited_for() -> None:
     tight = MemoryLimit("the host", 16 * GIB, GIB + MEMORY_RESERVE_BYTES - 1)
     assert shortage(GIB, [tight]) is tight
     assert shortage(GIB - 1, [tight]) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "advised"),
+    [
+        ("always within_size advise [never] deny force\n", True),
+        ("always within_size advise never [deny] force\n", True),
+        ("always within_size [advise] never deny force\n", False),
+        ("[always] within_size advise never deny force\n", False),
+    ],
+)
+def test_small_pages_are_said(tmp_path: Path, setting: str, advised: bool) -> None:
+    root = write(tmp_path, {"sys/kernel/mm/transparent_hugepage/shmem_enabled": setting})
+    assert (huge_page_advice(root) is not None) is advised
+
+
+def test_a_kernel_without_huge_pages_is_given_no_advice(tmp_path: Path) -> None:
+    assert huge_page_advice(tmp_path) is None
