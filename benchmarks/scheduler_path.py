@@ -4,10 +4,11 @@ vLLM's scheduler gets the same requests in turns, with vLLM's OffloadingConnecto
 KVStoreConnector over a daemon of its own process. There is neither a model nor a worker: whatever a step asks of the
 workers is reported as done in the next one. Timed is what each scheduler spends in its connector, summed over all
 calls of a step, and what our half adds is the difference of the medians: in a step in which nothing happens (requests
-generate tokens, no chunk fills), per key looked up, per key stored, and per key loaded. What is stored fits, so neither
-side evicts. Ours stores and loads everything (`admission` = `always`), as theirs does; what deciding by the model costs
-on top is shown for a step in which nothing happens and for a lookup. Between steps there is a pause as of a very quick
-forward pass, in which our sending thread does its work.
+generate tokens, no chunk fills), per request that arrives with one key to look up, per further key looked up, per key
+stored, and per key loaded. What is stored fits, so neither side evicts. Ours stores and loads everything (`admission` =
+`always`), as theirs does; what deciding by the model costs on top is shown for a step in which nothing happens and for
+a lookup. Between steps there is a pause as of a very quick forward pass, in which our sending thread does its work.
+Limits are given for steps and keys; a request's is what vLLM's own path takes for one.
 """
 
 import functools
@@ -185,6 +186,7 @@ class Costs:
     """Of one side, in microseconds; one figure a round, but of quiet steps one each."""
 
     quiet_step: list[float] = field(default_factory=list)
+    request: list[float] = field(default_factory=list)  # that arrives, its first key looked up with it
     miss: list[float] = field(default_factory=list)  # per key from here on
     hit: list[float] = field(default_factory=list)
     store: list[float] = field(default_factory=list)
@@ -200,7 +202,8 @@ def one_round(engine: Engine, costs: Costs, number: int) -> None:
         before = engine.spent.all
         if not engine.step():
             costs.quiet_step.append(engine.spent.all - before)
-    quiet = statistics.median(costs.quiet_step)
+    quiet, request = statistics.median(costs.quiet_step), engine.spent.looking_up / RUNNING
+    costs.request.append(request)
 
     # Twice the same prompt: nobody has it, and then the store, but not the engine itself.
     for looking_up, the_rest in ((costs.miss, costs.store), (costs.hit, costs.load)):
@@ -213,7 +216,7 @@ def one_round(engine: Engine, costs: Costs, number: int) -> None:
                 break
             engine.step()
         spent = engine.spent
-        looking_up.append(spent.looking_up / KEYS)
+        looking_up.append((spent.looking_up - request) / (KEYS - 1))
         the_rest.append((spent.all - spent.looking_up - spent.steps * quiet) / KEYS)
         assert engine.scheduler.reset_prefix_cache()
 
@@ -256,6 +259,7 @@ def measure() -> list[Result]:
 
     return [
         added("added to a step in which nothing happens", "quiet_step", ours, IDLE_US_MAX),
+        added("added per request that arrives, with a key", "request", ours, statistics.median(costs[theirs].request)),
         added("added per key looked up and found", "hit", ours, LOOKUP_US_MAX),
         added("added per key looked up and missed", "miss", ours, LOOKUP_US_MAX),
         added("added per key stored", "store", ours, STORE_US_MAX),
