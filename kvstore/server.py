@@ -50,6 +50,7 @@ from kvstore.limits import (
 )
 from kvstore.metrics import DaemonCollector
 from kvstore.movement import Movement
+from kvstore.operations import Operations
 from kvstore.rpc.handover import Memory
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
 from kvstore.service import Admin, Chunks, Sessions, TokenInterceptor, clock_ms
@@ -164,14 +165,13 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
         tenant_key=tenant_key,
         hash_seed=config.hash_seed,
         require_cache_salt=config.require_cache_salt,
-        started_ms=clock_ms(),
         movement=movement,
         keep_document=None if movement is None else lambda text: small_files.begin(_keep_namespace(movement.fs, text)),
         last_uses=last_uses,
-        verify=verify,
     )
+    operations = Operations(store, tier, movement, started_ms=clock_ms(), verify=verify)
     if directory is not None:
-        store.quotas.load(directory.quotas())
+        operations.quotas.load(directory.quotas())
         store.remember_learned(directory.learned())
     arena_socket = ArenaSocket(
         store,
@@ -181,8 +181,8 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
     )
     health_servicer = health.aio.HealthServicer()
     await _say_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
-    server = _grpc_server(store, arena_socket, health_servicer, _admin(store, movement))
-    metrics = _start_metrics(config, lambda: _snapshot(loop, store))
+    server = _grpc_server(store, arena_socket, health_servicer, _admin(store, operations, movement))
+    metrics = _start_metrics(config, lambda: _snapshot(loop, operations))
 
     beating = _in_background(store, arena_socket)
     if movement is not None:
@@ -261,16 +261,16 @@ def _last_uses(movement: Movement | None, small_files: "_Tasks") -> LastUses:
     return LastUses(time.time, lambda namespace: small_files.begin(_note_use(movement.fs, namespace)))
 
 
-def _admin(store: Store, movement: Movement | None) -> Admin:
+def _admin(store: Store, operations: Operations, movement: Movement | None) -> Admin:
     async def keep_quotas() -> None:
         if movement is not None:
-            await movement.fs.keep_quotas(store.quotas.kept())
+            await movement.fs.keep_quotas(operations.quotas.kept())
 
     async def drop_namespace(namespace: bytes) -> None:
         if movement is not None:
             await movement.fs.drop_namespace(namespace)
 
-    return Admin(store, keep_quotas=keep_quotas, drop_namespace=drop_namespace)
+    return Admin(store, operations, keep_quotas=keep_quotas, drop_namespace=drop_namespace)
 
 
 def _grpc_server(store: Store, arena_socket: ArenaSocket, health_servicer: object, admin: Admin) -> grpc.aio.Server:
@@ -406,10 +406,10 @@ def _start_metrics(config: ServeConfig, snapshot: Callable[[], admin_pb2.StatsRe
     return server
 
 
-def _snapshot(loop: asyncio.AbstractEventLoop, store: Store) -> admin_pb2.StatsReply:
-    """On an exporter's thread: the store belongs to the loop."""
+def _snapshot(loop: asyncio.AbstractEventLoop, operations: Operations) -> admin_pb2.StatsReply:
+    """On an exporter's thread: its state belongs to the loop."""
     reply: concurrent.futures.Future[admin_pb2.StatsReply] = concurrent.futures.Future()
-    loop.call_soon_threadsafe(lambda: reply.set_result(store.stats(clock_ms())))
+    loop.call_soon_threadsafe(lambda: reply.set_result(operations.stats(clock_ms())))
     return reply.result(SNAPSHOT_TIMEOUT_S)
 
 

@@ -20,9 +20,11 @@ import grpc
 from kvstore.attach import ArenaSocket
 from kvstore.errors import KVStoreError, LimitExceeded, NotAllowed, ProtocolError, Unavailable
 from kvstore.limits import PROBLEMS_SHOWN_MAX, TOKEN_METADATA_KEY
+from kvstore.operations import Operations
+from kvstore.quotas import CPU_TIER
 from kvstore.rpc.status import ERROR_METADATA_KEY, STATUS_OF, wire_class_of
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
-from kvstore.store import TIER, Session, Store
+from kvstore.store import Session, Store
 from kvstore.tiers.base import Removed
 
 _OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
@@ -151,29 +153,31 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
     def __init__(
         self,
         store: Store,
+        operations: Operations,
         *,
         keep_quotas: Callable[[], Awaitable[None]],
         drop_namespace: Callable[[bytes], Awaitable[None]],
     ) -> None:
         self._store = store
+        self._operations = operations
         self._keep_quotas = keep_quotas
         self._drop_namespace = drop_namespace
 
     async def Stats(self, _: admin_pb2.StatsRequest, context: grpc.aio.ServicerContext) -> admin_pb2.StatsReply:
         await self._require_operator(context)
-        return await _answer(context, lambda: self._store.stats(clock_ms()))
+        return await _answer(context, lambda: self._operations.stats(clock_ms()))
 
     async def Namespaces(self, _: admin_pb2.NamespacesRequest, context: grpc.aio.ServicerContext) -> None:
         await self._require_operator(context)
-        await _write_pages(context, self._store.namespaces())
+        await _write_pages(context, self._operations.namespaces())
 
     async def Usage(self, request: admin_pb2.UsageRequest, context: grpc.aio.ServicerContext) -> None:
         await self._require_operator(context)
-        await _write_pages(context, self._store.usage(request.what))
+        await _write_pages(context, self._operations.usage(request.what))
 
     async def Chunks(self, request: admin_pb2.ChunksRequest, context: grpc.aio.ServicerContext) -> None:
         await self._require_operator(context)
-        await _write_pages(context, self._store.chunks(request.what, request.limit, clock_ms()))
+        await _write_pages(context, self._operations.chunks(request.what, request.limit, clock_ms()))
 
     async def Remove(
         self, request: admin_pb2.RemoveRequest, context: grpc.aio.ServicerContext
@@ -184,11 +188,11 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
     async def _remove(
         self, session: Session, request: admin_pb2.RemoveRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.RemoveReply:
-        removal = await _answer(context, lambda: self._store.begin_removal(request, clock_ms()))
+        removal = await _answer(context, lambda: self._operations.begin_removal(request, clock_ms()))
         reply = admin_pb2.RemoveReply()
         if removal is not None:
             try:
-                while not await _answer(context, lambda: self._store.go_on(removal)):
+                while not await _answer(context, lambda: self._operations.go_on(removal)):
                     await asyncio.sleep(0)
             finally:
                 if not request.dry_run:
@@ -197,11 +201,11 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
                         session.pid, session.uid, removal.chunks, removal.nbytes, removal.skipped_pinned,
                     )  # fmt: skip
             reply.by_tier.add(
-                tier=TIER, chunks=removal.chunks, bytes=removal.nbytes, skipped_pinned=removal.skipped_pinned
+                tier=CPU_TIER, chunks=removal.chunks, bytes=removal.nbytes, skipped_pinned=removal.skipped_pinned
             )
         # After the cpu tier: what is committed from here on was begun after the removal.
         lasting: asyncio.Future[Removed] = asyncio.get_running_loop().create_future()
-        if await _answer(context, lambda: self._store.remove_lower(request, _once(lasting))):
+        if await _answer(context, lambda: self._operations.remove_lower(request, _once(lasting))):
             removed = await lasting
             if not request.dry_run:
                 _log.info(
@@ -223,7 +227,7 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         self, request: admin_pb2.SetQuotaRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.RemoveReply:
         session = await self._require_operator(context)
-        excess = await _answer(context, lambda: self._store.set_quota(request))
+        excess = await _answer(context, lambda: self._operations.set_quota(request))
         try:
             await self._keep_quotas()
         except (OSError, LimitExceeded) as error:
@@ -236,15 +240,15 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
 
     async def Quotas(self, request: admin_pb2.QuotasRequest, context: grpc.aio.ServicerContext) -> None:
         await self._require_operator(context)
-        await _write_pages(context, self._store.quota_pages(request.what))
+        await _write_pages(context, self._operations.quota_pages(request.what))
 
     async def Collect(self, request: admin_pb2.CollectRequest, context: grpc.aio.ServicerContext) -> None:
         session = await self._require_operator(context)
         there: dict[bytes, dict[str, admin_pb2.TierRemoval]] = {}
-        for documents in self._store.namespaces():
+        for documents in self._operations.namespaces():
             there |= {row.namespace_id: {} for row in documents.namespaces}
             await asyncio.sleep(0)
-        for page in self._store.usage(admin_pb2.Selection()):
+        for page in self._operations.usage(admin_pb2.Selection()):
             for row in page.usage:
                 by_tier = there.setdefault(row.namespace_id, {})
                 total = by_tier.setdefault(row.tier, admin_pb2.TierRemoval(tier=row.tier))
@@ -273,7 +277,7 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         self, request: admin_pb2.ExplainRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ExplainReply:
         await self._require_operator(context)
-        return await _answer(context, lambda: self._store.explain(request, clock_ms()))
+        return await _answer(context, lambda: self._operations.explain(request, clock_ms()))
 
     async def Check(self, _: admin_pb2.CheckRequest, context: grpc.aio.ServicerContext) -> admin_pb2.CheckReply:
         await self._require_operator(context)
@@ -287,11 +291,11 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         session = await self._require_operator(context)
         page = admin_pb2.CheckDataPage()
         told_ms = clock_ms()
-        async for problem in self._store.check_data(request.bytes_per_s or None):
+        async for problem in self._operations.check_data(request.bytes_per_s or None):
             page.chunks_read += 1
             page.problems.extend(() if problem is None else (problem,))
             if page.problems or clock_ms() - told_ms > CHECK_DATA_TELLS_MS:
-                page.chunks = max(page.chunks_read, self._store.chunks_on_disk())
+                page.chunks = max(page.chunks_read, self._operations.chunks_on_disk())
                 await context.write(page)
                 page = admin_pb2.CheckDataPage(chunks_read=page.chunks_read)
                 told_ms = clock_ms()

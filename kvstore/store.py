@@ -24,22 +24,19 @@ Invariants, each kept after every call:
 * What an operator has removed does not come back: a commit of a slot granted before the removal ends as an abort.
 """
 
-import itertools
 import json
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from kvstore import limits
-from kvstore._native import CPU, FS, PENDING, STORED, Index, Removal, class_bytes
-from kvstore.decisions import REFUSED_PREFIX_BYTES
+from kvstore._native import STORED, Index, class_bytes
 from kvstore.errors import (
     BadKey,
     LimitExceeded,
     NamespaceMismatch,
-    NotFound,
     ProtocolError,
     SeedMismatch,
     Unavailable,
@@ -47,24 +44,22 @@ from kvstore.errors import (
 from kvstore.explanations import Explanations
 from kvstore.lastuse import LastUses
 from kvstore.movement import OWN_GROUP, Movement
-from kvstore.namespace import NAMESPACE_ID_BYTES, canonical_json, differing_fields, digest, seed_fingerprint
-from kvstore.quotas import CPU_TIER, Quotas
-from kvstore.rpc.v1 import admin_pb2, store_pb2
+from kvstore.namespace import canonical_json, differing_fields, digest, seed_fingerprint
+from kvstore.rpc.v1 import store_pb2
 from kvstore.tenant import TENANT_ID_BYTES, tenant_id
-from kvstore.tiers.base import ChunkId, Removed, Scope
+from kvstore.tiers.base import ChunkId
 from kvstore.tiers.cpu import CpuTier
 
 TOKEN_BYTES = 32
 SEED_FIELD = "seed_fingerprint"
 CHUNK_BYTES_FIELD = "chunk_bytes"
 EPOCH_FIELD = "epoch"
-TIER = CPU_TIER
 CLIENT_GROUP_PREFIX = "client-"  # of the names that the daemon gives; nobody can join such a group
 GRANTED_SHARE_OF_ARENA = 4  # all groups together: a quarter
 
 _REJECTED_TIER_FULL = store_pb2.OUTCOME_REJECTED_TIER_FULL
 _REJECTED_ADMISSION = store_pb2.OUTCOME_REJECTED_ADMISSION
-_ROLE_NAMES = {
+ROLE_NAMES = {
     store_pb2.ROLE_UNSPECIFIED: "connecting",
     store_pb2.ROLE_CLIENT: "client",
     store_pb2.ROLE_SCHEDULER: "scheduler",
@@ -159,6 +154,17 @@ class Group:
         return grant is not None and grant.generation == generation
 
 
+@dataclass(slots=True)
+class Counts:
+    """Of chunks, since the daemon began."""
+
+    hits: int = 0  # loaded; of cpu
+    fs_hits: int = 0
+    misses: int = 0
+    stores: int = 0
+    failed_loads: int = 0
+
+
 class Store:
     """See the module's docstring for every invariant."""
 
@@ -171,11 +177,9 @@ class Store:
         tenant_key: bytes,
         hash_seed: str,
         require_cache_salt: bool,
-        started_ms: int,
         movement: Movement | None = None,
         keep_document: Callable[[str], None] | None = None,
         last_uses: LastUses | None = None,
-        verify: bool = False,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         """`movement` None: there is no fs tier. `keep_document` is told of every namespace that is new here.
@@ -189,7 +193,6 @@ class Store:
         self._hash_seed = hash_seed
         self._seed_fingerprint = seed_fingerprint(hash_seed)
         self._unsalted = tenant_id(tenant_key, None)
-        self._started_ms = started_ms
         self._movement = movement
         if movement is not None:
             movement.on_read = self._was_read
@@ -197,8 +200,6 @@ class Store:
         self._learned: OrderedDict[str, dict[str, str]] = OrderedDict()  # how an engine is -> document by name
         self._document_is_new = keep_document
         self._last_uses = last_uses or LastUses(lambda: 0.0)
-        self.quotas = Quotas(tier.index, None if movement is None else movement.fs)
-        self._verify = verify
         self._random_bytes = random_bytes
 
         self._sessions: dict[bytes, Session] = {}  # by token; connected, or with a process that holds grants
@@ -208,11 +209,7 @@ class Store:
         self._size_classes: set[int] = set()
         self._probes: dict[tuple[str, str], bytes] = {}
         self._granted_bytes = 0
-        self._hits = 0
-        self._fs_hits = 0
-        self._misses = 0
-        self._stores = 0
-        self._failed_loads = 0
+        self.counts = Counts()
 
     # -- sessions ------------------------------------------------------------------------------------------------
 
@@ -240,7 +237,7 @@ class Store:
         SeedMismatch, NamespaceMismatch, LimitExceeded, ProtocolError; nothing has changed then.
         """
         if session.role != store_pb2.ROLE_UNSPECIFIED:
-            raise ProtocolError(f"this session is attached already, as {_ROLE_NAMES[session.role]}")
+            raise ProtocolError(f"this session is attached already, as {ROLE_NAMES[session.role]}")
         if request.role == store_pb2.ROLE_ADMIN:
             session.role = request.role
             return
@@ -309,6 +306,9 @@ class Store:
         del self._sessions[session.token]
         self._forget_if_done(group)
 
+    def connected(self) -> list[Session]:
+        return [session for session in self._sessions.values() if session.connected]
+
     def watched(self, session: Session) -> bool:
         """Whether it still matters when the process of this session ends."""
         return session.token in self._sessions
@@ -333,7 +333,7 @@ class Store:
         if not session.connected:  # its group may be gone, and nothing would end a grant
             raise Unavailable("this process's connection on arena.sock has ended: attach again")
         if group is None or session.role not in (store_pb2.ROLE_CLIENT, store_pb2.ROLE_SCHEDULER):
-            raise ProtocolError(f"a {_ROLE_NAMES[session.role]} session sends no step messages")
+            raise ProtocolError(f"a {ROLE_NAMES[session.role]} session sends no step messages")
         if request.instance_id != self.instance_id:
             raise Unavailable(
                 f"the message is for instance {request.instance_id.hex() or '(none)'} and this daemon is "
@@ -372,7 +372,7 @@ class Store:
                     kind.chunk_bytes,
                     waited=not chain.unwaited,
                 )
-        self._misses += request.misses
+        self.counts.misses += request.misses
         self.explanations.told(group.name, group.kinds[0].namespace if group.kinds else b"", request.decisions, now_ms)
         self._learn(request, reply)
         while group.reads:
@@ -439,71 +439,6 @@ class Store:
     def heartbeat(self) -> None:
         self._index.heartbeat()
 
-    def stats(self, now_ms: int) -> admin_pb2.StatsReply:
-        index = self._index.stats()
-        cpu = admin_pb2.TierStats(
-            name=TIER,
-            capacity_bytes=self._tier.arena_bytes,
-            used_bytes=index["used_bytes"],
-            granted_bytes=index["granted_bytes"],
-            pinned_bytes=index["pinned_bytes"],
-            overhead_bytes=self._tier.table_bytes,
-            chunks=index["chunks"],
-            hits=self._hits,
-            misses=self._misses,
-            evictions=index["evictions"],
-            removals=index["removals"],
-            corruptions=0,  # only a tier with checksums can see one
-            ready_bytes=self._tier.ready_bytes,
-        )
-        return admin_pb2.StatsReply(
-            instance_id=self.instance_id,
-            uptime_s=(now_ms - self._started_ms) / 1000,
-            tiers=[cpu] if self._movement is None else [cpu, self._fs_stats(self._movement)],
-            sessions=[
-                admin_pb2.SessionStats(
-                    role=_ROLE_NAMES[session.role],
-                    group=session.group.name if session.group else "",
-                    pid=session.pid,
-                    uid=session.uid,
-                    rank=session.rank,
-                    namespace_ids=[kind.namespace for kind in session.group.kinds] if session.group else [],
-                )
-                for session in self._sessions.values()
-                if session.connected
-            ],
-            namespaces=len(self._namespaces),
-            tenants=index["tenants"],
-            stores=self._stores,
-            failed_loads=self._failed_loads,
-            poison_commits=index["poison_commits"],
-            eviction_policy=self._tier.eviction_policy,
-            problems=self.problems() if self._verify else (),
-            decisions=self.explanations.counts(),
-            balances=self.explanations.balances(),
-        )
-
-    def _fs_stats(self, movement: Movement) -> admin_pb2.TierStats:
-        fs = movement.fs.stats()
-        return admin_pb2.TierStats(
-            name=movement.fs.name,
-            capacity_bytes=fs.capacity_bytes,
-            used_bytes=fs.used_bytes,
-            overhead_bytes=fs.overhead_bytes,
-            chunks=fs.chunks,
-            hits=self._fs_hits,
-            misses=self._misses,
-            evictions=fs.evictions,
-            removals=movement.removals,
-            corruptions=fs.corruptions,
-            ready_bytes=fs.capacity_bytes if fs.warming is None else 0,
-            sick=fs.sick or "",
-            dropped_stores=movement.dropped,
-            quarantined_slots=fs.quarantined,
-            scrubbed_chunks=fs.scrubbed_chunks,
-            unindexed_chunks=fs.unindexed,
-        )
-
     def problems(self) -> list[str]:
         """Every invariant that does not hold, a sentence each. Costs time in proportion to the table."""
         problems = list(self._index.problems())
@@ -526,7 +461,7 @@ class Store:
                 problems.append(f"group {group.name} has a session of a process that has ended")
         return problems
 
-    # -- namespaces that nobody uses, and quotas ------------------------------------------------------------------
+    # -- namespaces ----------------------------------------------------------------------------------------------
 
     def note_uses(self) -> None:
         """The namespaces of all sessions are used just now."""
@@ -536,266 +471,19 @@ class Store:
         """ "" where it is not kept."""
         return self._namespaces.get(namespace, "")
 
+    def documents(self) -> list[tuple[bytes, str]]:
+        """Those kept, by namespace, oldest first."""
+        return list(self._namespaces.items())
+
     def unused_s(self, namespace: bytes) -> float | None:
         """Since a session last used it; None: one does."""
-        return None if self._is_used(namespace) else self._last_uses.unused_s(namespace)
+        used = namespace in _namespaces_of(self._groups.values())
+        return None if used else self._last_uses.unused_s(namespace)
 
     def forget_namespace(self, namespace: bytes) -> None:
         """Its chunks have been removed."""
         self._namespaces.pop(namespace, None)
         self._last_uses.forget(namespace)
-
-    def _is_used(self, namespace: bytes) -> bool:
-        return namespace in _namespaces_of(self._groups.values())
-
-    def set_quota(self, request: admin_pb2.SetQuotaRequest) -> list[admin_pb2.RemoveRequest]:
-        """Holds from now on. Returns what is beyond it and has to go. NotFound, ProtocolError, LimitExceeded."""
-        namespace, tenant = self._named(request.what)
-        if namespace is not None or tenant is None:
-            raise ProtocolError("a quota is of one tenant, in all of its namespaces")
-        removals = []
-        for tier in self._tiers():
-            if request.what.tier not in ("", tier):
-                continue
-            excess = self.quotas.set(tenant, tier, request.bytes if request.HasField("bytes") else None)
-            if excess > 0:
-                what = admin_pb2.Selection(tenant_id=tenant, tier=tier)
-                removals.append(admin_pb2.RemoveRequest(what=what, bytes=excess))
-        return removals
-
-    def quota_pages(self, what: admin_pb2.Selection) -> Iterator[admin_pb2.QuotasPage]:
-        """NotFound, ProtocolError."""
-        _, tenant = self._named(what)
-        rows = [row for row in self.quotas if tenant in (None, row[0]) and what.tier in ("", row[1])]
-        for first in range(0, len(rows), limits.ROWS_PER_PAGE):
-            page = admin_pb2.QuotasPage()
-            for tenant, tier, nbytes in rows[first : first + limits.ROWS_PER_PAGE]:
-                page.quotas.add(tenant_id=tenant, unsalted=tenant == self._unsalted, tier=tier, bytes=nbytes)
-            yield page
-
-    # -- what is read only to be checked ---------------------------------------------------------------------------
-
-    def chunks_on_disk(self) -> int:
-        return 0 if self._movement is None else self._movement.fs.stats().chunks
-
-    def check_data(self, bytes_per_s: int | None) -> AsyncIterator[str | None]:
-        """Reads every chunk on disk, one after the other: for each None, or a sentence that says what is wrong."""
-        return _nothing() if self._movement is None else self._movement.fs.scrub(bytes_per_s)
-
-    # -- what operators ask --------------------------------------------------------------------------------------
-    # Every `next` of these iterators is one slice of work, a millisecond at the most; the loop turns in between.
-
-    def namespaces(self) -> Iterator[admin_pb2.NamespacesPage]:
-        """The documents kept, oldest first."""
-        page, nbytes = admin_pb2.NamespacesPage(), 0
-        for namespace, document in list(self._namespaces.items()):
-            if len(page.namespaces) == limits.ROWS_PER_PAGE or nbytes > limits.DOCUMENT_BYTES_PER_PAGE:
-                yield page
-                page, nbytes = admin_pb2.NamespacesPage(), 0
-            unused_s = 0.0 if self._is_used(namespace) else self._last_uses.unused_s(namespace)
-            page.namespaces.add(namespace_id=namespace, document=document, unused_s=unused_s)
-            nbytes += len(document)
-        yield page
-
-    def usage(self, what: admin_pb2.Selection) -> Iterator[admin_pb2.UsagePage]:
-        """By namespace and tenant. NotFound."""
-        namespace, tenant = self._named(what)
-        self._require_known(namespace, tenant)
-        if (movement := self._lower(what)) is not None:
-            page = admin_pb2.UsagePage()
-            for (its_namespace, its_tenant), (chunks, nbytes) in movement.fs.usage().items():
-                if namespace not in (None, its_namespace) or tenant not in (None, its_tenant):
-                    continue
-                page.usage.add(
-                    namespace_id=its_namespace,
-                    tenant_id=its_tenant,
-                    unsalted=its_tenant == self._unsalted,
-                    tier=movement.fs.name,
-                    chunks=chunks,
-                    bytes=nbytes,
-                )
-                if len(page.usage) == limits.ROWS_PER_PAGE:
-                    yield page
-                    page = admin_pb2.UsagePage()
-            yield page
-        if what.tier not in ("", TIER):
-            return
-        after: tuple[bytes, bytes] | None = None
-        while rows := self._index.usage(after, limit=limits.ROWS_PER_PAGE):
-            page = admin_pb2.UsagePage()
-            for its_namespace, its_tenant, chunks, nbytes in rows:
-                if namespace in (None, its_namespace) and tenant in (None, its_tenant):
-                    page.usage.add(
-                        namespace_id=its_namespace,
-                        tenant_id=its_tenant,
-                        unsalted=its_tenant == self._unsalted,
-                        tier=TIER,
-                        chunks=chunks,
-                        bytes=nbytes,
-                    )
-            yield page
-            after = rows[-1][:2]
-
-    def chunks(self, what: admin_pb2.Selection, limit: int, now_ms: int) -> Iterator[admin_pb2.ChunksPage]:
-        """At most `limit`, in no order. NotFound."""
-        namespace, tenant = self._named(what)
-        self._require_known(namespace, tenant)
-        if (movement := self._lower(what)) is not None:
-            for page in self._lower_chunks(movement, namespace, tenant, limit):
-                limit -= len(page.chunks)
-                yield page
-        start: int | None = 0 if what.tier in ("", TIER) else None
-        while start is not None and limit > 0:
-            rows, start = self._index.chunks(
-                start,
-                namespace=namespace,
-                tenant=tenant,
-                steps=limits.LISTING_STEPS_PER_SLICE,
-                limit=min(limit, limits.ROWS_PER_PAGE),
-            )
-            limit -= len(rows)
-            page = admin_pb2.ChunksPage()
-            for its_namespace, its_tenant, key, nbytes, used_ms, leased in rows:
-                page.chunks.add(
-                    namespace_id=its_namespace,
-                    tenant_id=its_tenant,
-                    key=key,
-                    tier=TIER,
-                    bytes=nbytes,
-                    idle_s=max(0, now_ms - used_ms) / 1000,
-                    leased=leased,
-                )
-            yield page
-
-    def _lower_chunks(
-        self, movement: Movement, namespace: bytes | None, tenant: bytes | None, limit: int
-    ) -> Iterator[admin_pb2.ChunksPage]:
-        """A list of the tier's chunks is made at once, for no call of the tier may come between."""
-        scope = Scope(namespace, tenant)
-        found = (row for row in movement.fs.ages() if scope.covers(row[0]))
-        listed = list(itertools.islice(found, limit))
-        for first in range(0, len(listed), limits.ROWS_PER_PAGE):
-            page = admin_pb2.ChunksPage()
-            for chunk, nbytes, idle_s in listed[first : first + limits.ROWS_PER_PAGE]:
-                page.chunks.add(
-                    namespace_id=chunk.namespace,
-                    tenant_id=chunk.tenant,
-                    key=chunk.key,
-                    tier=movement.fs.name,
-                    bytes=nbytes,
-                    idle_s=idle_s,
-                )
-            yield page
-
-    def begin_removal(self, request: admin_pb2.RemoveRequest, now_ms: int) -> Removal | None:
-        """From the cpu tier: `go_on` does it. None: it is not meant. NotFound, ProtocolError: nothing is removed then,
-        in any tier. When it is done `remove_lower` does the rest."""
-        namespace, tenant = self._named(request.what)
-        if not request.dry_run:
-            self.explanations.removed(f"chunks from {request.what.tier or 'every tier'}", now_ms)
-        older, nbytes = request.HasField("older_than_ms"), request.HasField("bytes")
-        if nbytes and request.bytes == 0:
-            raise ProtocolError("a removal of 0 bytes")
-        if request.what.tier not in ("", TIER):
-            self._require_known(namespace, tenant)
-            return None
-        removal = self._index.begin_removal(
-            namespace=namespace,
-            tenant=tenant,
-            used_before_ms=max(0, now_ms - request.older_than_ms) if older else None,
-            nbytes=request.bytes if nbytes else None,
-            dry_run=request.dry_run,
-        )
-        # Only now: the first chunk of a tenant that is unknown so far may be on its way.
-        self._require_known(namespace, tenant)
-        return removal
-
-    def go_on(self, removal: Removal) -> bool:
-        """One slice; True when it is done."""
-        return self._index.remove(removal, limits.REMOVAL_STEPS_PER_SLICE)
-
-    def remove_lower(self, request: admin_pb2.RemoveRequest, done: Callable[[Removed], None]) -> bool:
-        """From the fs tier: `done` is called when it will last. False: that tier is not meant, or not there."""
-        movement = self._lower(request.what)
-        if movement is None:
-            return False
-        namespace, tenant = self._named(request.what)
-        movement.remove(
-            Scope(namespace, tenant),
-            done,
-            bytes_wanted=request.bytes if request.HasField("bytes") else None,
-            unused_s=request.older_than_ms / 1000 if request.HasField("older_than_ms") else None,
-            dry_run=request.dry_run,
-        )
-        return True
-
-    def _lower(self, what: admin_pb2.Selection) -> Movement | None:
-        """What keeps the fs tier, if the selection means it."""
-        if self._movement is None or what.tier not in ("", self._movement.fs.name):
-            return None
-        return self._movement
-
-    def _tiers(self) -> list[str]:
-        return [TIER] if self._movement is None else [TIER, self._movement.fs.name]
-
-    def _named(self, what: admin_pb2.Selection) -> tuple[bytes | None, bytes | None]:
-        """Namespace and tenant, None for any. NotFound (the tier), ProtocolError."""
-        tiers = self._tiers()
-        if what.tier not in ("", *tiers):
-            raise NotFound(f"this daemon has no tier {what.tier!r}; it has {', '.join(tiers)}")
-        if what.namespace_id and len(what.namespace_id) != NAMESPACE_ID_BYTES:
-            raise ProtocolError(f"a namespace's id has {NAMESPACE_ID_BYTES} bytes, not {len(what.namespace_id)}")
-        tenant: bytes | None = None
-        match what.WhichOneof("tenant"):
-            case "salt" if what.salt == "":
-                raise ProtocolError("a salt is never empty; chunks without one have a tenant id of their own")
-            case "salt":
-                tenant = tenant_id(self.tenant_key, what.salt)
-            case "tenant_id" if len(what.tenant_id) != TENANT_ID_BYTES:
-                raise ProtocolError(f"a tenant's id has {TENANT_ID_BYTES} bytes, not {len(what.tenant_id)}")
-            case "tenant_id":
-                tenant = what.tenant_id
-        return what.namespace_id or None, tenant
-
-    def _require_known(self, namespace: bytes | None, tenant: bytes | None) -> None:
-        movement = self._movement
-        below = movement is not None and namespace is not None and movement.covers(namespace, None)
-        known = below or namespace in self._namespaces or self._index.holds(namespace=namespace)
-        if namespace is not None and not known:
-            raise NotFound(f"no namespace {namespace.hex()} here; `kvstore ls namespaces` shows those that are")
-        below = movement is not None and tenant is not None and movement.covers(None, tenant)
-        if tenant is not None and not below and not self._index.holds(tenant=tenant):
-            raise NotFound(f"tenant {tenant.hex()} has no chunk here; `kvstore ls tenants` shows those that have")
-
-    def explain(self, request: admin_pb2.ExplainRequest, now_ms: int) -> admin_pb2.ExplainReply:
-        """ProtocolError: neither a request nor a key, or too little of one."""
-        match request.WhichOneof("about"):
-            case "request" if request.request:
-                decisions = self.explanations.of_request(request.request, now_ms)
-                # Of what was missed last: what became of it.
-                missed = [each.decision.refused for each in decisions if not each.decision.is_store]
-                keys = self._fates(missed[-1], now_ms) if missed and missed[-1] else []
-                return admin_pb2.ExplainReply(decisions=decisions, keys=keys)
-            case "key" if REFUSED_PREFIX_BYTES <= len(request.key) <= limits.KEY_BYTES_MAX:
-                return admin_pb2.ExplainReply(keys=self._fates(request.key, now_ms))
-            case _:
-                raise ProtocolError(
-                    f"neither a request's id nor at least the first {REFUSED_PREFIX_BYTES} bytes of a key"
-                )
-
-    def _fates(self, key: bytes, now_ms: int) -> list[admin_pb2.KeyFate]:
-        places = [row[:2] for row in self._index.usage(None, limit=limits.ROWS_PER_PAGE)]
-        if self._movement is not None:
-            places += [place for place in self._movement.fs.usage() if place not in places]
-        return self.explanations.of_key(key, places, self._tier_of, now_ms)
-
-    def _tier_of(self, namespace: bytes, tenant: bytes, key: bytes) -> str:
-        if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
-            return ""
-        code = self._index.lookup(namespace, tenant, [key])[0]
-        sick = "" if self._movement is None else self._movement.fs.sick or ""
-        on_disk = f"fs (sick, so it is not read: {sick})" if sick else "fs"
-        return {CPU: TIER, PENDING: f"{on_disk} (being read)", FS: on_disk}.get(code, "")
 
     # -- attach rules --------------------------------------------------------------------------------------------
 
@@ -812,7 +500,7 @@ class Store:
         most = 1 if request.role == store_pb2.ROLE_CLIENT else limits.KINDS_PER_GROUP_MAX
         if not 0 < len(request.kinds) <= most:
             raise ProtocolError(
-                f"a {_ROLE_NAMES[request.role]} brings 1 to {most} kinds of chunks, not {len(request.kinds)}"
+                f"a {ROLE_NAMES[request.role]} brings 1 to {most} kinds of chunks, not {len(request.kinds)}"
             )
         classes = set(self._size_classes)
         for kind in request.kinds:
@@ -1014,7 +702,7 @@ class Store:
             for position, code in zip(positions, codes, strict=True):
                 outcomes[position] = code  # the numbers of wire and index agree; not granted: removed meanwhile
                 if code == STORED:
-                    self._stores += 1
+                    self.counts.stores += 1
                     commit = commits[position]
                     self.explanations.stored(group.name, kind.namespace, commit.tenant, commit.key, now_ms)
                     if self._movement is not None:
@@ -1045,19 +733,13 @@ class Store:
         # A chunk loaded under a lease that ran out meanwhile was loaded all the same: its generation said so.
         loaded = sum(release.loaded for release in releases)
         promoted = sum(release.loaded and release.promoted for release in releases)
-        self._hits += loaded - promoted
-        self._fs_hits += promoted
-        self._failed_loads += len(releases) - loaded
+        self.counts.hits += loaded - promoted
+        self.counts.fs_hits += promoted
+        self.counts.failed_loads += len(releases) - loaded
 
 
 def _namespaces_of(groups: Iterable[Group]) -> set[bytes]:
     return {kind.namespace for group in groups for kind in group.kinds}
-
-
-async def _nothing() -> AsyncIterator[str | None]:
-    nothing: tuple[None, ...] = ()
-    for each in nothing:
-        yield each
 
 
 def require_keys(keys: Iterable[bytes]) -> None:

@@ -18,6 +18,7 @@ from kvstore import session as session_module
 from kvstore.attach import ArenaSocket, peer_pidfd
 from kvstore.errors import Unavailable
 from kvstore.namespace import canonical_json, seed_fingerprint
+from kvstore.operations import Operations
 from kvstore.rpc.handover import GOODBYE, Hello, Memory, Refusal, decode
 from kvstore.rpc.v1 import store_pb2
 from kvstore.store import Session, Store
@@ -42,7 +43,7 @@ class Place:
         tier.set_ready(tier.arena_bytes)
         self.store = Store(
             tier, instance_id=b"i" * 16, index_key=b"x" * 16, tenant_key=b"k" * 32, hash_seed="0",
-            require_cache_salt=False, started_ms=0,
+            require_cache_salt=False,
         )  # fmt: skip
         self.arena_socket = ArenaSocket(
             self.store, memory=Memory(tier.arena_bytes, b"x" * 16, b"k" * 32), fds=(tier.arena_fd, tier.table_fd),
@@ -77,7 +78,7 @@ class Place:
         return sock, session
 
     def granted_bytes(self) -> int:
-        return self.store.stats(0).tiers[0].granted_bytes
+        return Operations(self.store, self.store._tier, started_ms=0).stats(0).tiers[0].granted_bytes
 
     async def eventually(self, happened: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S):

@@ -18,6 +18,7 @@ from kvstore.errors import (
     Unavailable,
 )
 from kvstore.namespace import canonical_json, digest, seed_fingerprint
+from kvstore.operations import Operations
 from kvstore.rpc.v1 import admin_pb2, store_pb2
 from kvstore.store import Session, Store
 from kvstore.tenant import tenant_id
@@ -50,8 +51,11 @@ def make_store(
         tenant_key=TENANT_KEY,
         hash_seed="0",
         require_cache_salt=require_cache_salt,
-        started_ms=0,
     )
+
+
+def operations(store: Store) -> Operations:
+    return Operations(store, store._tier, started_ms=0)
 
 
 @pytest.fixture
@@ -110,7 +114,7 @@ def key(name: int) -> bytes:
 
 
 def granted_bytes(store: Store) -> int:
-    return store.stats(0).tiers[0].granted_bytes
+    return operations(store).stats(0).tiers[0].granted_bytes
 
 
 def found(store: Store, session: Session, name: int) -> int:
@@ -258,7 +262,7 @@ def test_refused_processes_leave_no_group_behind(store: Store) -> None:
     for name in range(3):
         with pytest.raises(NamespaceMismatch):
             attach(store, WORKER, group=f"g{name}", rank=5)
-    assert store.stats(0).sessions == []
+    assert operations(store).stats(0).sessions == []
     assert store._groups == {}
 
 
@@ -267,7 +271,7 @@ def test_documents_are_kept_for_operators_and_bounded(store: Store, monkeypatch:
     living = attach(store)
     for _ in range(5):
         step(store, living, fresh_namespace=True)
-    assert store.stats(0).namespaces == 3
+    assert operations(store).stats(0).namespaces == 3
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -315,7 +319,11 @@ def test_a_number_seen_before_is_answered_and_not_applied_again(store: Store) ->
     first = step(store, session, number=1, grants_wanted=[3], misses=5)
     again = step(store, session, number=1, grants_wanted=[3], misses=5)
     assert again == first
-    assert (len(first.grants[0].slots), granted_bytes(store), store.stats(0).tiers[0].misses) == (3, 3 * 4096, 5)
+    assert (len(first.grants[0].slots), granted_bytes(store), operations(store).stats(0).tiers[0].misses) == (
+        3,
+        3 * 4096,
+        5,
+    )
 
 
 def test_a_message_is_never_skipped(store: Store) -> None:
@@ -345,7 +353,7 @@ def test_bad_messages_are_refused_whole(
     session = attach(store)
     with pytest.raises(error, match=message):
         step(store, session, grants_wanted=[1], misses=1, **fields)
-    assert (granted_bytes(store), store.stats(0).tiers[0].misses, session.last_number) == (0, 0, 0)
+    assert (granted_bytes(store), operations(store).stats(0).tiers[0].misses, session.last_number) == (0, 0, 0)
 
 
 def test_only_clients_and_schedulers_send_steps(store: Store) -> None:
@@ -359,10 +367,10 @@ def test_hits_and_misses_are_what_the_messages_say(store: Store) -> None:
     session = attach(store)
     [at] = grants(store, session, 1)
     step(store, session, commits=[commit(at, 1)], leases=[at])
-    assert store.stats(0).tiers[0].pinned_bytes == 4096
+    assert operations(store).stats(0).tiers[0].pinned_bytes == 4096
     release = store_pb2.Release
     step(store, session, releases=[release(at=at, loaded=True), release(at=at, loaded=False)], misses=2)
-    stats = store.stats(0)
+    stats = operations(store).stats(0)
     assert (stats.tiers[0].hits, stats.failed_loads, stats.tiers[0].misses) == (1, 1, 2)
     assert stats.tiers[0].pinned_bytes == 0
 
@@ -372,7 +380,7 @@ def test_a_lease_in_the_message_that_releases_it_is_the_one_of_who_is_left(store
     [at] = grants(store, session, 1)
     step(store, session, commits=[commit(at, 1)], leases=[at])
     step(store, session, releases=[store_pb2.Release(at=at, loaded=True)], leases=[at])
-    assert store.stats(0).tiers[0].pinned_bytes == 4096
+    assert operations(store).stats(0).tiers[0].pinned_bytes == 4096
 
 
 def test_a_lease_ends_30_s_after_its_last_renewal(store: Store) -> None:
@@ -381,9 +389,9 @@ def test_a_lease_ends_30_s_after_its_last_renewal(store: Store) -> None:
     step(store, session, commits=[commit(at, 1)], leases=[at], now_ms=0)
     step(store, session, leases=[at], now_ms=20_000)
     store.expire_leases(49_999)
-    assert store.stats(0).tiers[0].pinned_bytes == 4096
+    assert operations(store).stats(0).tiers[0].pinned_bytes == 4096
     store.expire_leases(50_000)
-    assert store.stats(0).tiers[0].pinned_bytes == 0
+    assert operations(store).stats(0).tiers[0].pinned_bytes == 0
 
 
 def test_without_a_salt_nothing_is_stored_where_salts_are_required() -> None:
@@ -466,7 +474,7 @@ def test_the_pidfd_may_speak_first(store: Store) -> None:
     store.process_ended(session)
     store.hang_up(session)
     assert granted_bytes(store) == 0
-    assert store.stats(0).sessions == []
+    assert operations(store).stats(0).sessions == []
 
 
 def test_grants_end_only_with_the_last_process_of_the_group(store: Store) -> None:
@@ -485,9 +493,9 @@ def test_leases_end_with_the_last_connection(store: Store) -> None:
     [at] = grants(store, scheduler, 1)
     step(store, scheduler, commits=[commit(at, 1)], leases=[at])
     store.hang_up(scheduler)
-    assert store.stats(0).tiers[0].pinned_bytes == 4096
+    assert operations(store).stats(0).tiers[0].pinned_bytes == 4096
     store.hang_up(worker)
-    assert store.stats(0).tiers[0].pinned_bytes == 0
+    assert operations(store).stats(0).tiers[0].pinned_bytes == 0
 
 
 def test_a_process_that_hangs_up_without_grants_is_forgotten_at_once(store: Store) -> None:
@@ -550,8 +558,8 @@ def test_the_first_probe_wins_and_another_value_is_refused_with_both(store: Stor
 
 
 def removed(store: Store, now_ms: int = 0, **fields: object) -> tuple[int, int, int]:
-    removal = store.begin_removal(admin_pb2.RemoveRequest(**fields), now_ms)
-    while not store.go_on(removal):
+    removal = operations(store).begin_removal(admin_pb2.RemoveRequest(**fields), now_ms)
+    while not operations(store).go_on(removal):
         pass
     return removal.chunks, removal.nbytes, removal.skipped_pinned
 
@@ -561,7 +569,11 @@ def test_age_is_counted_from_the_last_use(store: Store) -> None:
     at = grants(store, session, 3)
     step(store, session, commits=[commit(ref, name) for name, ref in enumerate(at)], now_ms=1_000)
     step(store, session, touches=[store_pb2.Chain(tenant=TENANT, keys=[key(1)])], now_ms=5_000)
-    idle = {chunk.key: chunk.idle_s for page in store.chunks(admin_pb2.Selection(), 9, 8_000) for chunk in page.chunks}
+    idle = {
+        chunk.key: chunk.idle_s
+        for page in operations(store).chunks(admin_pb2.Selection(), 9, 8_000)
+        for chunk in page.chunks
+    }
     assert idle == {key(0): 7.0, key(1): 3.0, key(2): 7.0}
     assert removed(store, now_ms=8_000, older_than_ms=9_000) == (0, 0, 0)
     assert removed(store, now_ms=8_000, older_than_ms=7_000) == (0, 0, 0)
@@ -598,13 +610,13 @@ def test_lists_go_page_by_page() -> None:
             store, session,
             commits=[commit(ref, first + i, tenants[i]) for i, ref in enumerate(at)],
         )  # fmt: skip
-    pages = [len(page.usage) for page in store.usage(admin_pb2.Selection())]
+    pages = [len(page.usage) for page in operations(store).usage(admin_pb2.Selection())]
     assert pages == [128, 128, 44]
-    pages = [len(page.chunks) for page in store.chunks(admin_pb2.Selection(), 200, 0)]
+    pages = [len(page.chunks) for page in operations(store).chunks(admin_pb2.Selection(), 200, 0)]
     assert pages == [128, 72]
-    [row] = [row for page in store.usage(admin_pb2.Selection(salt="salt-7")) for row in page.usage]
+    [row] = [row for page in operations(store).usage(admin_pb2.Selection(salt="salt-7")) for row in page.usage]
     assert (row.chunks, row.bytes, row.tenant_id) == (1, 4096, tenant_id(TENANT_KEY, "salt-7"))
-    [page] = store.namespaces()
+    [page] = operations(store).namespaces()
     assert [(one.namespace_id, one.document) for one in page.namespaces] == [
         (session.group.kinds[0].namespace, document())
     ]
@@ -627,9 +639,9 @@ def test_selections_name_what_is_there(
 ) -> None:
     selection = admin_pb2.Selection(**what)
     for ask in (
-        lambda: list(store.usage(selection)),
-        lambda: list(store.chunks(selection, 1, 0)),
-        lambda: store.begin_removal(admin_pb2.RemoveRequest(what=selection), 0),
+        lambda: list(operations(store).usage(selection)),
+        lambda: list(operations(store).chunks(selection, 1, 0)),
+        lambda: operations(store).begin_removal(admin_pb2.RemoveRequest(what=selection), 0),
     ):
         with pytest.raises(error, match=message):
             ask()

@@ -9,7 +9,7 @@ from kvstore.errors import LimitExceeded, NamespaceMismatch, ProtocolError
 from kvstore.namespace import digest, seed_fingerprint
 from kvstore.rpc.v1 import store_pb2
 from kvstore.store import Session, Store
-from tests.unit.test_store import SCHEDULER, TENANT, WORKER, commit, document, key, make_store, step
+from tests.unit.test_store import SCHEDULER, TENANT, WORKER, commit, document, key, make_store, operations, step
 
 SIZES = (4096, 3 * 4096)  # of chunks
 HALVES = tuple(size // 2 for size in SIZES)
@@ -82,7 +82,7 @@ def test_grants_of_one_kind_only(store: Store, scheduler: Session) -> None:
     reply = step(store, scheduler, grants_wanted=[0, 2])
     assert [(len(grants.slots), grants.short) for grants in reply.grants] == [(0, 0), (2, 0)]
     step(store, scheduler, aborts=reply.grants[1].slots)
-    assert store.stats(0).tiers[0].granted_bytes == 0
+    assert operations(store).stats(0).tiers[0].granted_bytes == 0
 
 
 def test_kinds_of_one_group_share_its_part_of_the_arena() -> None:
@@ -167,4 +167,4 @@ def test_a_move_to_fresh_namespaces_moves_every_kind(store: Store, scheduler: Se
     assert len(after) == 2
     assert not before & after
     assert [found(store, scheduler, kind, 1) for kind in (0, 1)] == [0, 0]
-    assert store.stats(0).tiers[0].granted_bytes == 0
+    assert operations(store).stats(0).tiers[0].granted_bytes == 0
