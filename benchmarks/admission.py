@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from benchmarks.report import Result, main, spread
-from connector.admission import Admission, Hit, Mode, Priors, leading
+from kvstore.admission import Admission, Hit, Mode, Priors, leading
 from kvstore.costmodel import RecomputeModel, TransferModel
 
 CHUNKS, IN_MEMORY, CHUNK_TOKENS, CHUNK_BYTES = 8192, 8000, 128, 16 << 20

@@ -7,9 +7,9 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from connector.admission import Priors
 from connector.transfer import COPY_THREADS
 from kvstore import profiles
+from kvstore.admission import Priors
 from kvstore.costmodel import DRAM_WRITE_PRICE_MIN, RecomputeModel, TransferModel
 from kvstore.errors import ConfigurationError
 from kvstore.namespace import canonical_json

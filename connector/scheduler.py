@@ -46,14 +46,14 @@ from vllm.v1.kv_offload.base import (
 
 from connector import compat, metrics
 from connector.adapters import derived_keys
-from connector.admission import FS as FS_TIER
-from connector.admission import PROBE_CHUNKS, Admission, Hit, LoadVerdict, Mode, StoreVerdict, leading
 from connector.layout import whole_chunks
 from connector.link import Link
 from connector.messages import ChunkSpec
-from connector.observations import Scheduled
 from kvstore._native import CPU, FS, MISS, PENDING, class_bytes
+from kvstore.admission import FS as FS_TIER
+from kvstore.admission import PROBE_CHUNKS, Admission, Hit, LoadVerdict, Mode, StoreVerdict, leading
 from kvstore.limits import HEARTBEAT_STALE_MS, PROMOTES_PER_ROUND, grants_left
+from kvstore.observations import Scheduled
 from kvstore.session import Session
 from kvstore.steps import Outcome, Steps
 

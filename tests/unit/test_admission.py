@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.admission import (
+from kvstore.admission import (
     KNOWN_OBSERVATIONS,
     PROBE_AFTER_DECLINES,
     STORED_UNASKED,
@@ -20,10 +20,10 @@ from connector.admission import (
     Reason,
     leading,
 )
-from connector.observations import STEPS_OPEN_MAX, EngineQueue, LinkQueue
 from kvstore.calibration import RecomputeCalibration
 from kvstore.costmodel import GpuQueue, LoadReason, RecomputeModel, StoreReason, TransferModel, recompute_s, transfer_s
 from kvstore.decisions import Decision
+from kvstore.observations import STEPS_OPEN_MAX, EngineQueue, LinkQueue
 
 CHUNK_TOKENS, CHUNK_BYTES = 128, 128 << 13
 MODEL = RecomputeModel(5e-3, 1e-4, 1e-9, scale=1.0)  # 13 ms for a chunk

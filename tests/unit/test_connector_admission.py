@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
 from connector import metrics
-from connector.admission import PROBE_AFTER_DECLINES, Admission, Mode, Priors, Reason
+from kvstore.admission import PROBE_AFTER_DECLINES, Admission, Mode, Priors, Reason
 from kvstore.costmodel import LoadReason, RecomputeModel, StoreReason, TransferModel
 from tests.unit.connector_engine import PretendEngine
 

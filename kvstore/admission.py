@@ -28,7 +28,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from connector.observations import EngineQueue, LinkQueue
 from kvstore import costmodel
 from kvstore.calibration import Choice, Estimate, Observed, RecomputeCalibration, TransferCalibration, joint_margin
 from kvstore.costmodel import (
@@ -43,9 +42,10 @@ from kvstore.costmodel import (
     transfer_s,
 )
 from kvstore.decisions import Alternative, Decision
+from kvstore.observations import EngineQueue, LinkQueue
 from kvstore.reuse import Reuse
 
-logger = logging.getLogger("vllm.connector.admission")
+logger = logging.getLogger("vllm.kvstore.admission")  # an engine decides, and its log is where it is looked for
 
 CPU, FS = "cpu", "fs"
 KNOWN_OBSERVATIONS = 4  # of steps or reads, before a guess of them is used to decline
