@@ -32,7 +32,6 @@ from kvstore import costmodel
 from kvstore.calibration import Choice, Estimate, Observed, RecomputeCalibration, TransferCalibration, joint_margin
 from kvstore.costmodel import (
     DRAM_WRITE_PRICE_MIN,
-    GpuQueue,
     LoadOption,
     RecomputeModel,
     StorePrice,
@@ -41,7 +40,7 @@ from kvstore.costmodel import (
     recompute_s,
     transfer_s,
 )
-from kvstore.decisions import Alternative, Decision
+from kvstore.decisions import Decision
 from kvstore.observations import EngineQueue, LinkQueue
 from kvstore.reuse import Reuse
 
@@ -151,6 +150,7 @@ class _Facts:
 
     recompute: RecomputeModel
     copy: TransferModel
+    store: TransferModel
     disk: TransferModel
     lag_s: float
     cpu_margin: float
@@ -234,6 +234,7 @@ class Admission:
         self._facts = _Facts(
             recompute.model(),
             load.model(),
+            self._transfers["store"].model(),
             disk.model(),
             self._lag.coefficients[0],
             joint_margin(recompute.estimate, load.estimate),
@@ -281,65 +282,65 @@ class Admission:
 
     def load(self, request: str, hit: Hit, wait_s_max: float) -> LoadVerdict:
         """Decide. `wait_s_max`: the longest that a request may wait for the disk, whatever pays."""
-        gpu = self.queue.seen_by(request, self.recompute_model)
+        model, now_s = self._facts.recompute, self._clock()
+        gpu = self.queue.seen_by(request, model)
         options = self._options(hit)
-        decided = costmodel.decide_load(self.recompute_model, hit.prompt_tokens, hit.gpu_tokens, options, gpu)
+        decided = costmodel.decide_load(model, hit.prompt_tokens, hit.gpu_tokens, options, gpu)
         option, reason = self._chosen(hit, options, decided)
+        tier, end_tokens = ("", hit.gpu_tokens) if option is None else (option.tier, option.end_token)
         wait_s = wait_s_max
-        if self.mode is Mode.MODEL and self.known and option is not None and option.tier == FS:
-            deadline_s = costmodel.load_deadline_s(self.recompute_model, hit.prompt_tokens, hit.gpu_tokens, gpu)
+        if tier == FS and self.mode is Mode.MODEL and self.known:
+            deadline_s = costmodel.load_deadline_s(decided.recompute_s, gpu)
             wait_s = min(wait_s_max, max(DEADLINE_S_MIN, deadline_s))
-        verdict = LoadVerdict(
-            hit,
-            self._explained(request, hit, gpu, options, decided, option, reason),
-            option.tier if option is not None else "",
-            option.end_token if option is not None else hit.gpu_tokens,
-            wait_s,
-            self._clock(),
+        decision = Decision(
+            next(self._numbers),
+            request,
+            False,
+            reason,
+            hit.prompt_tokens,
+            hit.gpu_tokens,
+            hit.cpu_end_tokens,
+            hit.end_tokens,
+            gpu.waiting_count,
+            decided.recompute_s,
+            decided.recompute_cost_s,
+            decided.alternatives,
+            tier,
+            end_tokens,
+            (hit.missing,) if hit.missing else (),
         )
-        if hit.disk_chunks and verdict.tier != FS and self.mode is Mode.MODEL and hit.disk_healthy:
+        verdict = LoadVerdict(hit, decision, tier, end_tokens, wait_s, now_s)
+        if hit.disk_chunks and tier != FS and self.mode is Mode.MODEL and hit.disk_healthy:
             verdict.probe = self._choices[FS].explores(
                 random=self._uniform(),
-                tier_is_idle=self._links[FS].under_way == 0 and self._clock() >= self._probe_until_s,
+                tier_is_idle=self._links[FS].under_way == 0 and now_s >= self._probe_until_s,
                 predicted_regret_s=0.0,
                 regret_s_max=0.0,
                 after=PROBE_AFTER_DECLINES,
             )
             if verdict.probe:
-                self._probe_until_s = self._clock() + PROBE_S_MAX
+                self._probe_until_s = now_s + PROBE_S_MAX
         if len(self._open) >= OPEN_MAX:
             self._open.pop(next(iter(self._open)))
         self._open[request] = verdict
-        self.tell(verdict.decision)
+        self.tell(decision)
         return verdict
 
     def _options(self, hit: Hit) -> list[LoadOption]:
         """The part in memory, and all of it where some is on disk."""
-        facts = self._facts
+        facts, cpu, fs = self._facts, self._links[CPU], self._links[FS]
         options = []
         if hit.cpu_end_tokens > hit.gpu_tokens:
-            options.append(
-                LoadOption(
-                    CPU,
-                    hit.cpu_end_tokens,
-                    _moved_s(facts.copy, hit.cpu_chunks * hit.chunk_bytes, facts.lag_s),
-                    self._links[CPU].backlog_s,
-                    self._links[CPU].under_way,
-                    self._choices[CPU].margin(facts.cpu_margin),
-                )
-            )
+            copy_s = _moved_s(facts.copy, hit.cpu_chunks * hit.chunk_bytes, facts.lag_s)
+            margin = self._choices[CPU].margin(facts.cpu_margin)
+            options.append(LoadOption(CPU, hit.cpu_end_tokens, copy_s, cpu.backlog_s, cpu.under_way, margin))
         if hit.end_tokens > hit.cpu_end_tokens:
             read_s = transfer_s(facts.disk, hit.disk_chunks * hit.chunk_bytes)
+            copy_s = _moved_s(facts.copy, hit.chunks * hit.chunk_bytes, facts.lag_s)
+            margin = self._choices[FS].margin(facts.fs_margin)
+            backlog_s = fs.backlog_s + cpu.backlog_s
             options.append(
-                LoadOption(
-                    FS,
-                    hit.end_tokens,
-                    read_s + _moved_s(facts.copy, hit.chunks * hit.chunk_bytes, facts.lag_s),
-                    self._links[FS].backlog_s + self._links[CPU].backlog_s,
-                    self._links[FS].under_way,
-                    self._choices[FS].margin(facts.fs_margin),
-                    hit.disk_healthy,
-                )
+                LoadOption(FS, hit.end_tokens, read_s + copy_s, backlog_s, fs.under_way, margin, hit.disk_healthy)
             )
         return options
 
@@ -390,47 +391,6 @@ class Admission:
     def _unmeasured(self, tier: str) -> bool:
         calibration = self._transfers["load" if tier == CPU else "disk"]
         return calibration.estimate.observation_count < 1
-
-    def _explained(
-        self,
-        request: str,
-        hit: Hit,
-        gpu: GpuQueue,
-        options: Sequence[LoadOption],
-        decided: costmodel.LoadDecision,
-        option: LoadOption | None,
-        reason: str,
-    ) -> Decision:
-        model = self.recompute_model
-        costs_s = {id(each): cost_s for each, cost_s in decided.option_costs_s}
-        alternatives = []
-        for each in options:
-            rest_s = recompute_s(model, min(each.end_token, hit.prompt_tokens), hit.prompt_tokens)
-            alternatives.append(
-                Alternative(
-                    each.tier,
-                    each.end_token,
-                    each.link_backlog_s + each.transfer_s + rest_s,
-                    costs_s.get(id(each), math.inf),
-                )
-            )
-        return Decision(
-            next(self._numbers),
-            request,
-            False,
-            reason,
-            hit.prompt_tokens,
-            hit.gpu_tokens,
-            hit.cpu_end_tokens,
-            hit.end_tokens,
-            gpu.waiting_count,
-            recompute_s(model, hit.gpu_tokens, hit.prompt_tokens),
-            decided.recompute_cost_s,
-            tuple(alternatives),
-            option.tier if option is not None else "",
-            option.end_token if option is not None else hit.gpu_tokens,
-            (hit.missing,) if hit.missing else (),
-        )
 
     def promoting(self, chunks: int, chunk_bytes: int) -> None:
         """A request waits for chunks to be read from disk."""
@@ -549,10 +509,13 @@ class Admission:
     ) -> StoreVerdict:
         # One place more than the prompt has: whether the answer's chunks, used for the first time, pay as well.
         probabilities = self._reuse.probabilities(np.append(uses, 1))
-        held = np.append(present, False)
-        price = self._store_price(probabilities, chunk_bytes, tier_full=tier_full)
         decided = costmodel.decide_store(
-            self.recompute_model, price, self._tokens_per_chunk, chunk_bytes, probabilities, held
+            self.recompute_model,
+            self._store_price(len(probabilities), float(probabilities[-1]), chunk_bytes, tier_full=tier_full),
+            self._tokens_per_chunk,
+            chunk_bytes,
+            probabilities,
+            np.append(present, False),
         )
         if decided.chunk_count > len(uses):
             return StoreVerdict(None, str(decided.reason))
@@ -561,16 +524,15 @@ class Admission:
             reason = StoreReason.PRESENT
         return StoreVerdict(decided.chunk_count, str(reason))
 
-    def _store_price(self, probabilities: NDArray[np.float64], chunk_bytes: int, *, tier_full: bool) -> StorePrice:
-        load, store = self._transfers["load"].model(), self._transfers["store"].model()
-        displaced = CHUNK_HANDLING_S / chunk_bytes  # a cost by the chunk, like what is displaced
+    def _store_price(self, chunks: int, once: float, chunk_bytes: int, *, tier_full: bool) -> StorePrice:
+        """`once`: how likely a chunk used once is to be used again."""
+        facts = self._facts
+        displaced_s = CHUNK_HANDLING_S  # a cost by the chunk, like what is displaced
         if tier_full:
             # What is evicted was most likely used once, as long ago as the tier is large.
-            middle = len(probabilities) // 2
-            saving_s = costmodel.chunk_saving_s(self.recompute_model, self._tokens_per_chunk, np.array([middle]))
-            once = float(self._reuse.probabilities(np.array([1]))[0])
-            displaced += DISPLACED_SHARE * once * max(0.0, float(saving_s[0])) / chunk_bytes
-        return StorePrice(load, store.bytes_per_s, self._priors.write_price, displaced)
+            first_s, further_s = costmodel.chunk_saving_s(facts.recompute, self._tokens_per_chunk)
+            displaced_s += DISPLACED_SHARE * once * (first_s + further_s * (chunks // 2))
+        return StorePrice(facts.copy, facts.store.bytes_per_s, self._priors.write_price, displaced_s / chunk_bytes)
 
     # -- what outlives the engine -------------------------------------------------------------------------------------
 

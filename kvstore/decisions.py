@@ -5,22 +5,12 @@ An engine sends a decision when it is made and again, under the same number, whe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from kvstore.costmodel import Alternative
 from kvstore.rpc.v1 import store_pb2
 
 REFUSED_KEYS_MAX = 256  # of one decision that travel
 REFUSED_PREFIX_BYTES = 8  # of each: enough to answer a person who asks about a key
-
-
-class Alternative(NamedTuple):
-    """To load up to `end_tokens`, and compute the rest. `seconds`: for the request alone; `cost_s`: what it costs all
-    that wait (infinity: not considered)."""
-
-    tier: str
-    end_tokens: int
-    seconds: float
-    cost_s: float
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from kvstore.cli import app
 from kvstore.client import StoreClient
-from kvstore.decisions import Alternative, Decision
+from kvstore.costmodel import Alternative
+from kvstore.decisions import Decision
 from kvstore.errors import LimitExceeded
 from kvstore.limits import LEARNED_DOCUMENT_BYTES_MAX
 from kvstore.session import Attachment, Kind, Role, Session

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from kvstore import explanations
-from kvstore.decisions import Alternative, Decision
+from kvstore.costmodel import Alternative
+from kvstore.decisions import Decision
 from kvstore.explanations import Explanations
 
 NAMESPACE, TENANT = b"n" * 16, b"t" * 16
