@@ -38,9 +38,10 @@ from kvstore.costmodel import (
     StoreReason,
     TransferModel,
     recompute_s,
+    store_and_forward,
     transfer_s,
 )
-from kvstore.decisions import Decision
+from kvstore.decisions import Decision, Room
 from kvstore.observations import EngineQueue, LinkQueue
 from kvstore.reuse import Reuse
 
@@ -57,6 +58,7 @@ EXPLORE_CHUNKS = 4
 LAG_S_MIN = 1e-4
 LAG_PRIOR_S = 5e-3  # between a copy's end and the request's next step
 CHUNK_HANDLING_S = 5e-5  # of the scheduler's thread, for each chunk stored: lookup, grant, job, commit
+DISK_WRITE_PRICE = 0.05  # seconds to be saved for each second of writing: what that wears off a drive, in GPU time
 DISPLACED_SHARE = 0.5  # of a new chunk's expected value that the one to be evicted is taken to have
 DEADLINE_S_MIN = 0.05
 WINDOW = 64  # loads from a tier over which it must have given more than it took
@@ -92,6 +94,7 @@ class Priors:
     disk: TransferModel
     recompute_known: bool = False
     write_price: float = DRAM_WRITE_PRICE_MIN
+    disk_write_bytes_per_s: float = 2e9
     source: str = ""
 
 
@@ -138,10 +141,18 @@ class LoadVerdict:
 
 @dataclass(frozen=True, slots=True)
 class StoreVerdict:
-    """The chunks of a request that may be stored: those before `end_chunk` (None: all, generated ones included)."""
+    """The chunks of a request that may be stored: those before `end_chunk` (None: all, generated ones included); and
+    before which of them the disk may have them, too."""
 
     end_chunk: int | None
     reason: str
+    disk_end_chunk: int | None = None
+    disk_reason: str = ""  # "": nothing was decided about the disk
+
+    @property
+    def is_worth_disk(self) -> bool:
+        """What is in memory already and not on disk should be written there, too."""
+        return self.disk_reason == StoreReason.WORTH_IT
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +443,12 @@ class Admission:
         first = verdict.hit.gpu_tokens
         end = min(verdict.end_tokens, first + loaded_chunks * self._tokens_per_chunk)
         decision.saved_s = recompute_s(self.recompute_model, first, end)
-        if decision.load_s >= 0 and self._ledgers[verdict.tier or CPU].loaded(decision.saved_s, decision.load_s):
+        asked_for = decision.reason != Reason.EXPLORING  # else it was expected to cost more than it gives
+        if (
+            asked_for
+            and decision.load_s >= 0
+            and self._ledgers[verdict.tier or CPU].loaded(decision.saved_s, decision.load_s)
+        ):
             logger.warning(
                 "kvstore: the last %d loads from the %s tier took longer than recomputing would have; "
                 "`kvstore explain` shows them, and kv_load_tiers leaves a tier out for a request",
@@ -466,9 +482,18 @@ class Admission:
     # -- stores -------------------------------------------------------------------------------------------------------
 
     def store(
-        self, request: str, chain: Sequence[bytes], present: NDArray[np.bool_], *, chunk_bytes: int, tier_full: bool
+        self,
+        request: str,
+        chain: Sequence[bytes],
+        present: NDArray[np.bool_],
+        *,
+        chunk_bytes: int,
+        tier_full: bool,
+        disk: Room = Room.NO_TIER,
+        on_disk: NDArray[np.bool_] | None = None,
     ) -> StoreVerdict:
-        """Decide for a request's whole prompt, at its first offer. `present`: which chunks of the chain are there."""
+        """Decide for a request's whole prompt, at its first offer. `present`: which chunks of the chain are in memory;
+        `on_disk`: which are known to be on disk (None: none are)."""
         if self.mode is not Mode.MODEL:
             never = self.mode is Mode.NEVER
             return StoreVerdict(0 if never else None, Reason.NEVER if never else Reason.ALWAYS)
@@ -477,9 +502,9 @@ class Admission:
         if not self.known or self._requests_stored <= STORED_UNASKED:
             verdict = StoreVerdict(None, Reason.LEARNING)
         else:
-            verdict = self.decide_store(uses, present, chunk_bytes, tier_full=tier_full)
-        first_refused = len(chain) if verdict.end_chunk is None else verdict.end_chunk
-        self._stores_lately = verdict.end_chunk is None or not bool(present[:first_refused].all())
+            verdict = self.decide_store(uses, present, chunk_bytes, tier_full=tier_full, disk=disk, on_disk=on_disk)
+        end, disk_end = (len(chain) if each is None else each for each in (verdict.end_chunk, verdict.disk_end_chunk))
+        self._stores_lately = verdict.end_chunk is None or not bool(present[:end].all())
         self.tell(
             Decision(
                 number=next(self._numbers),
@@ -488,9 +513,12 @@ class Admission:
                 reason=verdict.reason,
                 prompt_tokens=len(chain) * self._tokens_per_chunk,
                 hit_tokens=int(np.count_nonzero(present)) * self._tokens_per_chunk,
-                tier=CPU if first_refused else "",
-                end_tokens=first_refused * self._tokens_per_chunk,
-                refused=chain[first_refused:],
+                tier=CPU if end else "",
+                end_tokens=end * self._tokens_per_chunk,
+                refused=chain[end:],
+                disk_reason=verdict.disk_reason,
+                disk_end_tokens=min(end, disk_end) * self._tokens_per_chunk,
+                disk_refused_count=max(0, end - disk_end),
             )
         )
         return verdict
@@ -505,34 +533,56 @@ class Admission:
         return self._reuse.use(chain)
 
     def decide_store(
-        self, uses: NDArray[np.intp], present: NDArray[np.bool_], chunk_bytes: int, *, tier_full: bool
+        self,
+        uses: NDArray[np.intp],
+        present: NDArray[np.bool_],
+        chunk_bytes: int,
+        *,
+        tier_full: bool,
+        disk: Room = Room.NO_TIER,
+        on_disk: NDArray[np.bool_] | None = None,
     ) -> StoreVerdict:
         # One place more than the prompt has: whether the answer's chunks, used for the first time, pay as well.
         probabilities = self._reuse.probabilities(np.append(uses, 1))
+        facts, once = self._facts, float(probabilities[-1])
+        # What is evicted was most likely used once, as long ago as the tier is large.
+        first_s, further_s = costmodel.chunk_saving_s(facts.recompute, self._tokens_per_chunk)
+        displaced_s = DISPLACED_SHARE * once * (first_s + further_s * (len(probabilities) // 2))
+        price = StorePrice(
+            facts.copy,
+            facts.store.bytes_per_s,
+            self._priors.write_price,
+            (CHUNK_HANDLING_S + displaced_s * tier_full) / chunk_bytes,
+        )
+        end, reason = self._best_prefix(price, chunk_bytes, probabilities, present)
+        if disk is Room.NO_TIER or end == 0:
+            return StoreVerdict(end, reason)
+        price = StorePrice(
+            store_and_forward(facts.disk, facts.copy),
+            self._priors.disk_write_bytes_per_s,
+            DISK_WRITE_PRICE,
+            displaced_s * (disk is Room.FULL) / chunk_bytes,
+        )
+        there = np.zeros(len(uses), np.bool_) if on_disk is None else on_disk
+        disk_end, disk_reason = self._best_prefix(price, chunk_bytes, probabilities, there)
+        return StoreVerdict(end, reason, disk_end, disk_reason)
+
+    def _best_prefix(
+        self, price: StorePrice, chunk_bytes: int, probabilities: NDArray[np.float64], present: NDArray[np.bool_]
+    ) -> tuple[int | None, str]:
         decided = costmodel.decide_store(
             self.recompute_model,
-            self._store_price(len(probabilities), float(probabilities[-1]), chunk_bytes, tier_full=tier_full),
+            price,
             self._tokens_per_chunk,
             chunk_bytes,
             probabilities,
             np.append(present, False),
         )
-        if decided.chunk_count > len(uses):
-            return StoreVerdict(None, str(decided.reason))
-        reason = decided.reason
-        if decided.chunk_count == len(uses) and bool(present.all()):
-            reason = StoreReason.PRESENT
-        return StoreVerdict(decided.chunk_count, str(reason))
-
-    def _store_price(self, chunks: int, once: float, chunk_bytes: int, *, tier_full: bool) -> StorePrice:
-        """`once`: how likely a chunk used once is to be used again."""
-        facts = self._facts
-        displaced_s = CHUNK_HANDLING_S  # a cost by the chunk, like what is displaced
-        if tier_full:
-            # What is evicted was most likely used once, as long ago as the tier is large.
-            first_s, further_s = costmodel.chunk_saving_s(facts.recompute, self._tokens_per_chunk)
-            displaced_s += DISPLACED_SHARE * once * (first_s + further_s * (chunks // 2))
-        return StorePrice(facts.copy, facts.store.bytes_per_s, self._priors.write_price, displaced_s / chunk_bytes)
+        if decided.chunk_count > len(present):
+            return None, str(decided.reason)
+        if decided.chunk_count == len(present) and bool(present.all()):
+            return decided.chunk_count, str(StoreReason.PRESENT)
+        return decided.chunk_count, str(decided.reason)
 
     # -- what outlives the engine -------------------------------------------------------------------------------------
 

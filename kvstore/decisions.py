@@ -3,6 +3,7 @@
 An engine sends a decision when it is made and again, under the same number, when something came of it.
 """
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,14 @@ from kvstore.rpc.v1 import store_pb2
 
 REFUSED_KEYS_MAX = 256  # of one decision that travel
 REFUSED_PREFIX_BYTES = 8  # of each: enough to answer a person who asks about a key
+
+
+class Room(enum.IntEnum):
+    """Of the fs tier. Numbers as on the wire."""
+
+    NO_TIER = store_pb2.ROOM_NO_TIER
+    FREE = store_pb2.ROOM_FREE
+    FULL = store_pb2.ROOM_FULL  # what is written from here on displaces something
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +41,9 @@ class Decision:
     tier: str = ""  # chosen, the slowest that takes part; "": none
     end_tokens: int = 0
     refused: Sequence[bytes] = ()  # store: keys that were not admitted, head first; load: the first that was not there
+    disk_reason: str = ""  # store: why the disk gets what it gets; "": nothing was decided about it
+    disk_end_tokens: int = 0
+    disk_refused_count: int = 0  # chunks that are stored, but only in memory
     outcome: str = ""
     load_s: float = 0.0  # from the decision until its load had ended
     saved_s: float = 0.0  # what recomputing the loaded part would have taken
@@ -60,6 +72,9 @@ class Decision:
             end_tokens=self.end_tokens,
             refused_count=len(self.refused),
             refused=b"".join(key[:REFUSED_PREFIX_BYTES] for key in self.refused[:REFUSED_KEYS_MAX]),
+            disk_reason=self.disk_reason,
+            disk_end_tokens=self.disk_end_tokens,
+            disk_refused_count=self.disk_refused_count,
             outcome=self.outcome,
             load_s=self.load_s,
             saved_s=self.saved_s,
