@@ -20,13 +20,14 @@ import numpy as np
 from benchmarks.report import Result, main, spread
 from kvstore.admission import Admission, Hit, Mode, Priors, leading
 from kvstore.costmodel import RecomputeModel, TransferModel
+from kvstore.decisions import Room
 
 CHUNKS, IN_MEMORY, CHUNK_TOKENS, CHUNK_BYTES = 8192, 8000, 128, 16 << 20
 MISS, CPU, FS, PENDING = 0, 1, 2, 3
 LOAD_US_MAX, STORE_US_MAX, COUNT_US_MAX, STEP_US_MAX = 20.0, 200.0, 2000.0, 500.0
 LOADS, STORES = 5_000, 300
 
-PAIRS, WARM_UP_PAIRS = 10, 2
+PAIRS, WARM_UP_ROUNDS = 12, 8
 PROMPTS, PROMPT_TOKENS, BLOCK_TOKENS = 8, 8 * 128 + 70, 128
 
 
@@ -54,13 +55,13 @@ def _decisions() -> list[Result]:
         admission.load("request", hit, 1.0)
 
     chain = [number.to_bytes(32, "big") for number in range(CHUNKS)]
-    present = np.zeros(CHUNKS, bool)
+    nowhere = np.zeros(CHUNKS, bool)
     uses = admission.count_uses(chain)
     return [
         _timed("load decision", load, LOADS, LOAD_US_MAX),
         _timed(
-            "store decision",
-            lambda: admission.decide_store(uses, present, CHUNK_BYTES, tier_full=True),
+            "store decision, for memory and for the disk",
+            lambda: admission.decide_store(uses, nowhere, CHUNK_BYTES, tier_full=True, disk=Room.FULL, on_disk=nowhere),
             STORES,
             STORE_US_MAX,
         ),
@@ -109,15 +110,16 @@ def _throughput() -> list[Result]:
                 engine.generate_many(prompts, max_tokens=1)
                 return PROMPTS * PROMPT_TOKENS / (time.perf_counter() - start)
 
-            # Enough prompts that it knows that none comes back.
-            for seed in range(WARM_UP_PAIRS * 8):
-                tokens_per_s(on, seed)
-            with_it, without = [], []
-            for pair in range(PAIRS):
-                order = (on, off) if pair % 2 else (off, on)
-                rates = {engine is on: tokens_per_s(engine, 1_000 + pair) for engine in order}
-                with_it.append(rates[True])
-                without.append(rates[False])
+            def pair(number: int) -> dict[bool, float]:
+                order = (on, off) if number % 2 else (off, on)
+                return {engine is on: tokens_per_s(engine, number) for engine in order}
+
+            for number in range(WARM_UP_ROUNDS):  # enough prompts that it knows that none comes back
+                pair(number)
+            stored = daemon.stats()["stores"]
+            rates = [pair(WARM_UP_ROUNDS + number) for number in range(PAIRS)]
+            assert daemon.stats()["stores"] == stored, "prompts that never come back were still stored"
+    with_it, without = ([each[is_on] for each in rates] for is_on in (True, False))
     ratios = [one / other for one, other in zip(with_it, without, strict=True)]
     value, limit = statistics.median(with_it), statistics.median(without)
     return [

@@ -94,7 +94,7 @@ class Priors:
     disk: TransferModel
     recompute_known: bool = False
     write_price: float = DRAM_WRITE_PRICE_MIN
-    disk_write_bytes_per_s: float = 2e9
+    disk_write_bytes_per_s: float = 2e9  # of one NVMe drive
     source: str = ""
 
 
