@@ -436,19 +436,16 @@ class Admission:
             self._refresh()
         self._choices[CPU].observed(service_s, verdict.predicted_copy_s)
         decision = verdict.decision
-        decision.load_s = now_s - verdict.began_s
+        decision.load_s = _elapsed_s(verdict.began_s, now_s)
         decision.outcome = (
             "loaded" if loaded_chunks == verdict.chunks else f"{loaded_chunks} of {verdict.chunks} loaded"
         )
         first = verdict.hit.gpu_tokens
         end = min(verdict.end_tokens, first + loaded_chunks * self._tokens_per_chunk)
         decision.saved_s = recompute_s(self.recompute_model, first, end)
-        asked_for = decision.reason != Reason.EXPLORING  # else it was expected to cost more than it gives
-        if (
-            asked_for
-            and decision.load_s >= 0
-            and self._ledgers[verdict.tier or CPU].loaded(decision.saved_s, decision.load_s)
-        ):
+        # What was loaded to see how long that takes was expected to cost more than it gives.
+        ledger, asked_for = self._ledgers[verdict.tier or CPU], decision.reason != Reason.EXPLORING
+        if asked_for and ledger.loaded(decision.saved_s, decision.load_s):
             logger.warning(
                 "kvstore: the last %d loads from the %s tier took longer than recomputing would have; "
                 "`kvstore explain` shows them, and kv_load_tiers leaves a tier out for a request",
@@ -475,7 +472,7 @@ class Admission:
         if verdict is None:
             return
         decision = verdict.decision
-        decision.first_token_s = self._clock() - verdict.began_s
+        decision.first_token_s = _elapsed_s(verdict.began_s, self._clock())
         decision.outcome = decision.outcome or "recomputed"
         self.tell(decision)
 
@@ -613,6 +610,11 @@ class Admission:
     def _estimates(self) -> dict[str, Estimate]:
         transfers = {name: calibration.estimate for name, calibration in self._transfers.items()}
         return {"recompute": self._recompute.estimate, "lag": self._lag, **transfers}
+
+
+def _elapsed_s(since_s: float, now_s: float) -> float:
+    """0: not known, for the clock has jumped."""
+    return now_s - since_s if 0 <= now_s - since_s < math.inf else 0.0
 
 
 def _moved_s(link: TransferModel, nbytes: int, lag_s: float) -> float:

@@ -450,7 +450,8 @@ def test_a_clock_that_jumps_poisons_nothing(jumps: list[float]) -> None:
     assert 0 < recompute_s(model, 0, 8192) < math.inf
     for decision in rig.told:
         assert all(0 <= each.seconds < math.inf for each in decision.alternatives)
-        assert 0 <= decision.recompute_s < math.inf
+        for seconds in (decision.recompute_s, decision.load_s, decision.saved_s, decision.first_token_s):
+            assert 0 <= seconds < math.inf
 
 
 def test_a_link_is_busy_as_long_as_was_predicted_and_not_after_the_last_has_ended() -> None:

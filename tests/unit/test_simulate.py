@@ -12,13 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvstore import simulate
+from kvstore._native import CPU, FS, MISS
 from kvstore.cli import app
 from kvstore.cli import simulate as simulate_command
 from kvstore.config import EVICTION_POLICIES, EVICTION_POLICY_DEFAULT
 from kvstore.costmodel import KVSize, RecomputeModel, TransferModel
+from kvstore.decisions import Room
 from kvstore.errors import ConfigurationError
 from kvstore.profiles import Disk
 from kvstore.simulate import Hardware, Simulation, Trace, read_trace
@@ -193,6 +197,29 @@ def test_the_model_loads_nothing_that_is_quicker_to_recompute(tmp_path: Path) ->
     trace = trace_of([[1, 2, 3]] * 200, tmp_path)
     assert 0 < int(run(trace, 10, admission="model", hardware=slow).hits.sum()) < 3 * 20  # looked at now and then
     assert run(trace, 10, admission="model").hits.tolist() == [0, *[3] * 199]
+
+
+@settings(deadline=None, max_examples=60)  # the machine may be busy
+@given(
+    st.lists(st.lists(st.sampled_from([MISS, CPU, FS]), min_size=1, max_size=30), min_size=1, max_size=60),
+    st.floats(1e4, 1e8),
+    st.floats(1e4, 1e8),
+    st.sampled_from(Room),
+)
+def test_nothing_is_admitted_with_a_hole(
+    requests: list[list[int]], link_bytes_per_s: float, disk_bytes_per_s: float, disk: Room
+) -> None:
+    link = TransferModel(link_bytes_per_s, 1e-3)
+    hardware = replace(HARDWARE, cpu_link=link, disk=Disk("some", TransferModel(disk_bytes_per_s, 1e-3), 1e6))
+    engine = simulate._Engine(hardware, 100)
+    for number, codes in enumerate(map(bytes, requests)):
+        load_end = engine.load_end(str(number), 100 * len(codes), codes)
+        assert MISS not in codes[:load_end]
+        ids = np.arange(len(codes), dtype=np.uint64)
+        end, disk_end = engine.store_ends(str(number), ids, codes, load_end, cpu_full=False, disk=disk)
+        head = next((i for i, code in enumerate(codes) if code != CPU), len(codes))
+        assert max(head, load_end) <= end <= len(codes)  # what is there is kept
+        assert 0 <= disk_end <= end
 
 
 @pytest.mark.parametrize(("cpu_chunks", "fs_chunks"), [(1_000, 10_000), (10_000, 100_000)])
