@@ -527,7 +527,7 @@ class SchedulerHalf(OffloadingManager):
             hit.gpu_tokens,
             hit.end_tokens,
         )
-        if verdict is None or not same:
+        if verdict is None or not same or self._admission.is_overdue(verdict):
             verdict = record.load = self._admission.load(record.req_id, hit, self._rules.prefetch_wait_s)
             if verdict.probe:
                 below = [

@@ -127,6 +127,7 @@ class LoadVerdict:
     end_tokens: int
     wait_s: float  # for what has to come from disk, at the most
     began_s: float
+    deadline_s: float  # after it began: a load that has not been handed to the workers by then is decided about anew
     probe: bool = False  # have the disk read some of what was declined, for nobody
     copying_since_s: float | None = None
     predicted_copy_s: float = 0.0
@@ -299,10 +300,10 @@ class Admission:
         decided = costmodel.decide_load(model, hit.prompt_tokens, hit.gpu_tokens, options, gpu)
         option, reason = self._chosen(hit, options, decided)
         tier, end_tokens = ("", hit.gpu_tokens) if option is None else (option.tier, option.end_token)
-        wait_s = wait_s_max
-        if tier == FS and self.mode is Mode.MODEL and self.known:
-            deadline_s = costmodel.load_deadline_s(decided.recompute_s, gpu)
-            wait_s = min(wait_s_max, max(DEADLINE_S_MIN, deadline_s))
+        deadline_s = math.inf
+        if self.mode is Mode.MODEL and self.known:
+            deadline_s = max(DEADLINE_S_MIN, costmodel.load_deadline_s(decided.recompute_s, gpu))
+        wait_s = min(wait_s_max, deadline_s) if tier == FS else wait_s_max
         decision = Decision(
             next(self._numbers),
             request,
@@ -320,7 +321,7 @@ class Admission:
             end_tokens,
             (hit.missing,) if hit.missing else (),
         )
-        verdict = LoadVerdict(hit, decision, tier, end_tokens, wait_s, now_s)
+        verdict = LoadVerdict(hit, decision, tier, end_tokens, wait_s, now_s, deadline_s)
         if hit.disk_chunks and tier != FS and self.mode is Mode.MODEL and hit.disk_healthy:
             verdict.probe = self._choices[FS].explores(
                 random=self._uniform(),
@@ -402,6 +403,11 @@ class Admission:
     def _unmeasured(self, tier: str) -> bool:
         calibration = self._transfers["load" if tier == CPU else "disk"]
         return calibration.estimate.observation_count < 1
+
+    def is_overdue(self, verdict: LoadVerdict) -> bool:
+        """Its copy has not begun in time, for the engine has no blocks for it: much may have changed meanwhile. What
+        comes from disk has a deadline of its own, `wait_s`."""
+        return verdict.tier == CPU and self._clock() - verdict.began_s > verdict.deadline_s
 
     def promoting(self, chunks: int, chunk_bytes: int) -> None:
         """A request waits for chunks to be read from disk."""

@@ -141,6 +141,27 @@ def test_a_request_is_decided_about_once_while_it_waits():
     assert {decision.number for decision in loads(engine)} == {loads(engine)[0].number}
 
 
+def test_a_load_that_waits_longer_for_blocks_than_recomputing_takes_is_decided_about_anew():
+    engine = engine_of()
+    cold = list(engine.serve("cold", PROMPT).output_token_ids)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("holds all blocks", [number + 100 for number in range(120)], max_tokens=20)
+    request = engine.add("warm", PROMPT)
+    for _ in range(10):
+        engine.step()
+    becomes(engine, load=SLOW)
+    engine.step()
+    assert len(loads(engine)) == 1
+    assert not +engine.daemon.leases
+    engine.half._clock.now_s += 3 * (1e-3 + 41e-3) + 0.001
+    engine.run()
+    assert list(request.output_token_ids) == cold
+    assert engine.daemon.hits == 0
+    last, first = loads(engine)[0], loads(engine)[-1]
+    assert (first.reason, first.outcome) == (LoadReason.LOAD_IS_QUICKER, "")
+    assert (last.reason, last.outcome) == (LoadReason.RECOMPUTE_IS_QUICKER, "recomputed")
+
+
 def test_a_disk_that_does_not_answer_in_time_is_given_up_and_what_is_in_memory_is_loaded():
     engine = engine_of()
     cold = list(engine.serve("cold", PROMPT).output_token_ids)
