@@ -492,7 +492,7 @@ class Admission:
         *,
         chunk_bytes: int,
         tier_full: bool,
-        disk: Room = Room.NO_TIER,
+        disk: Room = Room.NOT_ASKED,
         on_disk: NDArray[np.bool_] | None = None,
     ) -> StoreVerdict:
         """Decide for a request's whole prompt, at its first offer. `present`: which chunks of the chain are in memory;
@@ -542,7 +542,7 @@ class Admission:
         chunk_bytes: int,
         *,
         tier_full: bool,
-        disk: Room = Room.NO_TIER,
+        disk: Room = Room.NOT_ASKED,
         on_disk: NDArray[np.bool_] | None = None,
     ) -> StoreVerdict:
         # One place more than the prompt has: whether the answer's chunks, used for the first time, pay as well.
@@ -558,7 +558,7 @@ class Admission:
             (CHUNK_HANDLING_S + displaced_s * tier_full) / chunk_bytes,
         )
         end, reason = self._best_prefix(price, chunk_bytes, probabilities, present)
-        if disk is Room.NO_TIER or end == 0:
+        if disk is Room.NOT_ASKED or end == 0:
             return StoreVerdict(end, reason)
         price = StorePrice(
             store_and_forward(facts.disk, facts.copy),

@@ -17,7 +17,7 @@ REFUSED_PREFIX_BYTES = 8  # of each: enough to answer a person who asks about a 
 class Room(enum.IntEnum):
     """Of the fs tier. Numbers as on the wire."""
 
-    NO_TIER = store_pb2.ROOM_NO_TIER
+    NOT_ASKED = store_pb2.ROOM_NOT_ASKED  # there is none, or it is not for engines to say what is written there
     FREE = store_pb2.ROOM_FREE
     FULL = store_pb2.ROOM_FULL  # what is written from here on displaces something
 

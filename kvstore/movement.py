@@ -159,7 +159,9 @@ class Movement:
         return self._dropped + self.fs.stats().dropped
 
     def room(self, slot_bytes: int) -> Room:
-        """Whether one more chunk fits."""
+        """Whether one more chunk fits, for engines that are asked what is worth it."""
+        if self._policy is not WritePolicy.WRITE_THROUGH:
+            return Room.NOT_ASKED
         fs = self.fs.stats()
         return Room.FULL if fs.used_bytes + slot_bytes > fs.capacity_bytes else Room.FREE
 

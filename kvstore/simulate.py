@@ -313,7 +313,7 @@ def _decided(
     for i, prompt_tokens in enumerate(trace.input_tokens.tolist()):
         ids, ends = _chains(trace, i, 1)
         codes, cpu_full = replay.find(ids), _is_full(cpu)
-        disk = Room.NO_TIER if fs is None else Room.FULL if _is_full(fs) else Room.FREE
+        disk = Room.NOT_ASKED if fs is None else Room.FULL if _is_full(fs) else Room.FREE
         load_end = engine.load_end(str(i), prompt_tokens, codes)
         store_ends = engine.store_ends(str(i), ids, codes, load_end, cpu_full=cpu_full, disk=disk)
         yield replay.serve(ids, ends, *(np.array([end], np.uint32) for end in (load_end, *store_ends)))

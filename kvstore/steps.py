@@ -102,7 +102,7 @@ class _News:
     learned_there: dict[str, str] = field(default_factory=dict)  # as the daemon sent it
     reads: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=READS_KEPT))
     cpu_full: bool = False
-    fs: Room = Room.NO_TIER
+    fs: Room = Room.NOT_ASKED
 
 
 class Steps:

@@ -219,7 +219,7 @@ class FakeSteps:
         self.learned: dict[str, str] = {}
         self.learned_there: dict[str, str] = {}
         self.cpu_full = False
-        self.fs = Room.NO_TIER
+        self.fs = Room.NOT_ASKED
         self.memory_only: list[bytes] = []  # keys of commits
         self.worth_disk: list[tuple[bytes, ...]] = []  # of touches
         self.tails: set[tuple[int, int]] = set()  # named by requests for slots

@@ -84,7 +84,7 @@ class Rig:
         }
         return self.admission.load(f"r{self.requests}", Hit(**hit), wait_s_max=30.0)
 
-    def store(self, chain: list[bytes], present: int = 0, disk: Room = Room.NO_TIER, on_disk: int = 0):
+    def store(self, chain: list[bytes], present: int = 0, disk: Room = Room.NOT_ASKED, on_disk: int = 0):
         held, below = (np.arange(len(chain)) < count for count in (present, on_disk))
         return self.admission.store(
             "r", chain, held, chunk_bytes=CHUNK_BYTES, tier_full=False, disk=disk, on_disk=below
@@ -333,7 +333,7 @@ def test_a_store_is_a_prefix_that_holds_what_is_there(
         )
         assert verdict.end_chunk is None or min(present, chunks) <= verdict.end_chunk <= chunks
         if verdict.disk_reason:
-            assert disk is not Room.NO_TIER
+            assert disk is not Room.NOT_ASKED
             assert verdict.disk_end_chunk is None or min(on_disk, chunks) <= verdict.disk_end_chunk <= chunks
 
 

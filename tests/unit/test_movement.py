@@ -331,6 +331,7 @@ def test_the_other_policies_have_their_own_rule_for_what_is_written(policy: Writ
     tiers.put(0, memory_only=True)
     tiers.touch(0, worth_disk=1)
     assert tiers.written() == []
+    assert tiers.movement.room(CHUNK) is Room.NOT_ASKED
 
 
 def test_a_disk_has_room_until_one_more_chunk_does_not_fit(tiers: Tiers) -> None:

@@ -27,7 +27,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 
 class Room(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    ROOM_NO_TIER: _ClassVar[Room]
+    ROOM_NOT_ASKED: _ClassVar[Room]
     ROOM_FREE: _ClassVar[Room]
     ROOM_FULL: _ClassVar[Room]
 
@@ -50,7 +50,7 @@ OUTCOME_REJECTED_QUOTA: Outcome
 OUTCOME_REJECTED_ADMISSION: Outcome
 OUTCOME_REJECTED_TIER_SICK: Outcome
 OUTCOME_NOT_GRANTED: Outcome
-ROOM_NO_TIER: Room
+ROOM_NOT_ASKED: Room
 ROOM_FREE: Room
 ROOM_FULL: Room
 FOUND_MISS: Found
