@@ -5,7 +5,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from connector.admission import Mode
+from kvstore.admission import Mode
 
 SPEC_NAME = "KVStoreSpec"
 SPEC_MODULE_PATH = "connector.spec"

@@ -7,9 +7,9 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from connector.admission import Priors
 from connector.transfer import COPY_THREADS
 from kvstore import profiles
+from kvstore.admission import Priors
 from kvstore.costmodel import DRAM_WRITE_PRICE_MIN, RecomputeModel, TransferModel
 from kvstore.errors import ConfigurationError
 from kvstore.namespace import canonical_json
@@ -29,6 +29,8 @@ def engine_priors(vllm_config: VllmConfig) -> Priors:
     """What `kvstore calibrate` measured on this node counts before any table."""
     node = _measured()
     disk = node.disk_read if node is not None and node.disk_read is not None else DISK
+    writes = node.disk_write_bytes_per_s if node is not None else None
+    disk_write_bytes_per_s = writes or profiles.find_disk().write_bytes_per_s
     host_copy = HOST_COPY if node is None else node.host_copy
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     tp_size = vllm_config.parallel_config.tensor_parallel_size
@@ -40,6 +42,7 @@ def engine_priors(vllm_config: VllmConfig) -> Priors:
             load=host_copy,
             store=host_copy,
             disk=disk,
+            disk_write_bytes_per_s=disk_write_bytes_per_s,
             write_price=max(DRAM_WRITE_PRICE_MIN, min(1.0, COPY_THREADS / cores)),  # copies take the engine's own cores
             source="guessed for a CPU platform",
         )
@@ -54,6 +57,7 @@ def engine_priors(vllm_config: VllmConfig) -> Priors:
         load=link,
         store=link,
         disk=disk,
+        disk_write_bytes_per_s=disk_write_bytes_per_s,
         recompute_known=prefill.error <= FITTED_ERROR_MAX,
         source=prefill.source,
     )

@@ -46,14 +46,14 @@ from vllm.v1.kv_offload.base import (
 
 from connector import compat, metrics
 from connector.adapters import derived_keys
-from connector.admission import FS as FS_TIER
-from connector.admission import PROBE_CHUNKS, Admission, Hit, LoadVerdict, Mode, StoreVerdict, leading
 from connector.layout import whole_chunks
 from connector.link import Link
 from connector.messages import ChunkSpec
-from connector.observations import Scheduled
 from kvstore._native import CPU, FS, MISS, PENDING, class_bytes
+from kvstore.admission import FS as FS_TIER
+from kvstore.admission import PROBE_CHUNKS, Admission, Hit, LoadVerdict, Mode, StoreVerdict, leading
 from kvstore.limits import HEARTBEAT_STALE_MS, PROMOTES_PER_ROUND, grants_left
+from kvstore.observations import Scheduled
 from kvstore.session import Session
 from kvstore.steps import Outcome, Steps
 
@@ -265,10 +265,14 @@ class Offers:
     first: int  # positions of the first and the last one offered
     last: int
     end: int | None  # the first position that is not admitted
+    disk_end: int | None  # and the first that the disk is not to have
     present: list[Offer] = field(default_factory=list)
     wanted: list[Offer] = field(default_factory=list)
     not_admitted: list[Offer] = field(default_factory=list)
     refused: list[Offer] = field(default_factory=list)  # among them what lies behind the end of the stored chain
+
+    def is_for_disk(self, position: int) -> bool:
+        return self.disk_end is None or position < self.disk_end
 
 
 @dataclass(slots=True, eq=False)
@@ -284,6 +288,7 @@ class Job:
     ranks_pending: int
     first_chunks: list[int] = field(default_factory=list)  # store: position in its row of each kind's first chunk
     parents: list[bytes] = field(default_factory=list)  # store: what each names as the chunk before it, or b""
+    memory_only: list[bool] = field(default_factory=list)  # store: which the disk is not to have
     load: LoadVerdict | None = None
     copy_s: float = 0.0  # the slowest rank's
     failed: set[int] = field(default_factory=set)
@@ -532,7 +537,7 @@ class SchedulerHalf(OffloadingManager):
             hit.gpu_tokens,
             hit.end_tokens,
         )
-        if verdict is None or not same:
+        if verdict is None or not same or self._admission.is_overdue(verdict):
             verdict = record.load = self._admission.load(record.req_id, hit, self._rules.prefetch_wait_s)
             if verdict.probe:
                 below = [
@@ -762,6 +767,7 @@ class SchedulerHalf(OffloadingManager):
             if offers.wanted:
                 job.first_chunks[offers.row.kind] = offers.wanted[0].position
             job.parents += [self._parent(record, offers.row, offer.position) for offer in offers.wanted]
+            job.memory_only += [not offers.is_for_disk(offer.position) for offer in offers.wanted]
         for key in job.keys:
             self._storing[job.tenant, key] = job
         return PrepareStoreOutput(keys_to_store, job.spec, evicted_keys=[])
@@ -785,7 +791,8 @@ class SchedulerHalf(OffloadingManager):
     def _sort_out(self, attached: Attached, record: RequestRecord, row: Row, offers: list[Offer]) -> Offers:
         """What is in the store already, and what is to be."""
         tenant = record.tenant(attached)
-        sorted_out = Offers(row, offers[0].position, offers[-1].position, self._admitted_end(record, attached, row))
+        end, disk_end = self._admitted_ends(record, attached, row)
+        sorted_out = Offers(row, offers[0].position, offers[-1].position, end, disk_end)
         hashes = [get_offload_block_hash(offer.key) for offer in offers]
         codes, slots, generations = self._find(attached, record, row, hashes)
         now_there = row.chunk_hashes(sorted_out.first, sorted_out.last + 1)
@@ -827,23 +834,30 @@ class SchedulerHalf(OffloadingManager):
             row.tail = grants[-1]
         return grants
 
-    def _admitted_end(self, record: RequestRecord, attached: Attached, row: Row) -> int | None:
-        """The first chunk of the row that is not to be stored. None: all are, what the request generates included."""
+    def _admitted_ends(self, record: RequestRecord, attached: Attached, row: Row) -> tuple[int | None, int | None]:
+        """The first chunk of the row that is not to be stored, and the first that the disk is not to have. None: all
+        are, what the request generates included."""
         if record.store is None:
             record.store = self._admit_store(record, attached)
-        end = record.store.end_chunk
-        return end if end is None else end * record.lead.geometry.tokens_per_chunk // row.geometry.tokens_per_chunk
+        verdict, tokens = record.store, record.lead.geometry.tokens_per_chunk
+        end, disk_end = (
+            None if end is None else end * tokens // row.geometry.tokens_per_chunk
+            for end in (verdict.end_chunk, verdict.disk_end_chunk)
+        )
+        return end, disk_end
 
     def _admit_store(self, record: RequestRecord, attached: Attached) -> StoreVerdict:
         row = record.lead
         chain = row.chunk_hashes(0, row.prompt_chunks)
-        codes, _, _ = self._find(attached, record, row, chain)
+        codes = np.frombuffer(self._find(attached, record, row, chain)[0], np.uint8)
         return self._admission.store(
             record.req_id,
             chain,
-            np.isin(np.frombuffer(codes, np.uint8), [CPU, PENDING]),
+            (codes == CPU) | (codes == PENDING),
             chunk_bytes=self._chunk_bytes(attached),
             tier_full=attached.steps.cpu_full,
+            disk=attached.steps.fs,
+            on_disk=(codes == FS) | (codes == PENDING),
         )
 
     def _parent(self, record: RequestRecord, row: Row, position: int) -> bytes:
@@ -860,14 +874,25 @@ class SchedulerHalf(OffloadingManager):
         used = sorted((offer.position, offer.key) for offer in (*offers.present, *offers.refused, *offers.not_admitted))
         if row.geometry.is_chain and row.known_present and offers.last + 1 == row.prompt_chunks:
             head = max(row.used, offers.first)
+            used = [(position, key) for position, key in used if position >= head]
             touched = row.chunk_hashes(0, head)
-            touched += [get_offload_block_hash(key) for position, key in used if position >= head]
             again = row.used
         else:
-            touched = [get_offload_block_hash(key) for _, key in used]
+            head, touched = 0, []
             again = sum(position < row.used for position, _ in used)
+        touched += [get_offload_block_hash(key) for _, key in used]
         if touched:
-            attached.steps.touch(record.tenant(attached), record.stored_as(touched), again=again, kind=row.kind)
+            worth_disk = 0
+            if record.store is not None and record.store.is_worth_disk:
+                positions = itertools.chain(range(head), (position for position, _ in used))
+                worth_disk = sum(map(offers.is_for_disk, positions))
+            attached.steps.touch(
+                record.tenant(attached),
+                record.stored_as(touched),
+                again=again,
+                kind=row.kind,
+                worth_disk=worth_disk,
+            )
         row.used = max(row.used, offers.last + 1)
 
     def _touch_loaded(self, attached: Attached, record: RequestRecord, row: Row, loaded: list[bytes]) -> None:
@@ -1048,7 +1073,8 @@ class SchedulerHalf(OffloadingManager):
             stored_as = job.record.stored_as([get_offload_block_hash(key) for key in job.keys])
             for i, (slot, generation) in enumerate(places):
                 if i in kept:
-                    steps.commit(slot, generation, job.tenant, stored_as[i], job.parents[i])
+                    parent, memory_only = job.parents[i], job.memory_only[i]
+                    steps.commit(slot, generation, job.tenant, stored_as[i], parent, memory_only=memory_only)
                 elif job.settled:  # else the slot stays granted until the processes of this engine have ended
                     steps.abort(slot, generation)
                 if self._storing.get((job.tenant, job.keys[i])) is job:

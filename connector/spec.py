@@ -31,7 +31,6 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
 
 from connector import identity, metrics
-from connector.admission import Admission
 from connector.config import ConnectorConfig, CopyBackend
 from connector.cuda import CudaTransfer, open_copier
 from connector.layout import ChunkLayout
@@ -44,6 +43,7 @@ from connector.stages import document_of_all_stages, gather_from_all_ranks, page
 from connector.transfer import HostTransfer, Mapped, Region, Transfer
 from connector.worker import WorkerHalf
 from kvstore._native import DeviceCopier
+from kvstore.admission import Admission
 from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.steps import Steps
 

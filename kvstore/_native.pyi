@@ -452,17 +452,28 @@ class Replay:
     """Plays requests against an index (and a second one for the tier below): all chunks of one size, no bytes.
 
     Each request finds its longest prefix, has what is only below read up, touches its chain and stores what is missing,
-    as an engine would; what is stored is written below as well. The indices' arenas have 4096 bytes for each chunk.
+    as an engine would; what is then in the upper tier and not below is written there. The indices' arenas have 4096
+    bytes for each chunk.
     """
 
     def __init__(self, cpu: Index, cpu_chunks: int, fs: Index | None = None) -> None: ...
-    def serve(
-        self, chains: NDArray[np.uint64], ends: NDArray[np.uint64], store_ends: NDArray[np.uint32]
-    ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
-        """Request i is chunks ends[i-1] to ends[i] of `chains`, of which the first store_ends[i] may be stored.
+    def find(self, chain: NDArray[np.uint64]) -> bytes:
+        """A code for each chunk: CPU, FS (only there) or MISS."""
 
-        Per request: chunks of the longest prefix present in either tier, those of them that only the lower one had,
-        chunks new in the upper one, chunks new in the lower one. ValueError: ends that fall, or go beyond the chains.
+    def serve(
+        self,
+        chains: NDArray[np.uint64],
+        ends: NDArray[np.uint64],
+        load_ends: NDArray[np.uint32],
+        store_ends: NDArray[np.uint32],
+        write_ends: NDArray[np.uint32],
+    ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
+        """Request i is chunks ends[i-1] to ends[i] of `chains`, of which load_ends[i], from the first, may be loaded,
+        store_ends[i] stored, and write_ends[i] written below.
+
+        Per request: chunks loaded (of the longest prefix present in either tier), those of them that only the lower one
+        had, chunks new in the upper one, chunks new in the lower one. ValueError: ends that fall, or go beyond the
+        chains.
         """
 
 POISON: int  # 0xA5, the byte that verify mode fills granted slots with

@@ -265,6 +265,9 @@ def _decision_json(explained: admin_pb2.Explained) -> dict[str, object]:
         "tier": decision.tier or None,
         "end_tokens": decision.end_tokens,
         "refused_chunks": decision.refused_count if decision.is_store else 0,
+        "disk_reason": decision.disk_reason,
+        "disk_end_tokens": decision.disk_end_tokens,
+        "disk_refused_chunks": decision.disk_refused_count,
         "outcome": decision.outcome or None,
         **{name: seconds or None for name, seconds in known.items()},
     }

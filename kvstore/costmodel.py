@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -185,6 +186,9 @@ class LoadOption(NamedTuple):
     healthy: bool = True
 
 
+_BY_END = attrgetter("end_token", "tier", "transfer_s")
+
+
 class LoadReason(enum.StrEnum):
     LOAD_IS_QUICKER = "LOAD_IS_QUICKER"
     RECOMPUTE_IS_QUICKER = "RECOMPUTE_IS_QUICKER"
@@ -192,24 +196,25 @@ class LoadReason(enum.StrEnum):
     TIER_SICK = "TIER_SICK"
 
 
-class LoadDecision(NamedTuple):
-    """`option` None: recompute everything that the GPU does not hold.
+class Alternative(NamedTuple):
+    """To load up to `end_tokens`, and compute the rest. `seconds`: for the request alone; `cost_s`: what it costs all
+    that wait (infinity: not considered)."""
 
-    The costs are of the whole node, what others wait included: of recomputing, and of each option in the order of its
-    end and tier (infinity where it was not considered).
-    """
+    tier: str
+    end_tokens: int
+    seconds: float
+    cost_s: float
+
+
+class LoadDecision(NamedTuple):
+    """`option` None: recompute everything that the GPU does not hold. `alternatives`: the options that reach beyond
+    that, in the order of their end and tier."""
 
     option: LoadOption | None
     reason: LoadReason
+    recompute_s: float
     recompute_cost_s: float
-    option_costs_s: tuple[tuple[LoadOption, float], ...]
-
-    @property
-    def cost_s(self) -> float:
-        for option, cost_s in self.option_costs_s:
-            if option is self.option:
-                return cost_s
-        return self.recompute_cost_s
+    alternatives: tuple[Alternative, ...]
 
 
 def load_cost_s(
@@ -239,52 +244,42 @@ def decide_load(
 
     The first `gpu_tokens` are in the GPU's own cache. Equal options give equal answers in whatever order they come.
     """
-    recompute_cost_s = load_cost_s(recompute_s(model, gpu_tokens, prompt_tokens), gpu)
+    alone_s = recompute_s(model, gpu_tokens, prompt_tokens)
+    recompute_cost_s = load_cost_s(alone_s, gpu)
     best: LoadOption | None = None
     best_cost_s = recompute_cost_s
-    sick = False
-    costs: list[tuple[LoadOption, float]] = []
+    healthy = False
+    alternatives: list[Alternative] = []
     # The shorter one wins a tie: less to move, and less held.
-    for option in sorted(options, key=lambda option: (option.end_token, option.tier, option.transfer_s)):
-        if option.end_token <= gpu_tokens:
+    for option in sorted(options, key=_BY_END):
+        tier, end_token, load_s, backlog_s, waiting_count, margin, is_healthy = option
+        if end_token <= gpu_tokens:
             continue
-        if not option.healthy:
-            sick = True
-            costs.append((option, math.inf))
-            continue
-        rest_s = recompute_s(model, min(option.end_token, prompt_tokens), prompt_tokens)
-        cost_s = load_cost_s(
-            rest_s,
-            gpu,
-            load_s=option.transfer_s,
-            link_backlog_s=option.link_backlog_s,
-            link_waiting_count=option.link_waiting_count,
-        )
-        bad = option.transfer_s < 0 or option.link_backlog_s < 0 or option.margin < 0
-        if bad or not math.isfinite(cost_s + option.margin):
-            costs.append((option, math.inf))
-            continue
-        costs.append((option, cost_s))
+        rest_s = recompute_s(model, min(end_token, prompt_tokens), prompt_tokens)
+        cost_s = load_cost_s(rest_s, gpu, load_s=load_s, link_backlog_s=backlog_s, link_waiting_count=waiting_count)
+        usable = load_s >= 0 and backlog_s >= 0 and margin >= 0 and math.isfinite(cost_s + margin)
+        if not (is_healthy and usable):
+            cost_s = math.inf
+        healthy |= is_healthy
+        alternatives.append(Alternative(tier, end_token, backlog_s + load_s + rest_s, cost_s))
         # The margin is against recomputing, the sure thing; two options are compared as they are. It is of what the
         # estimates differ in: what is computed either way would hide a short hit of a long prompt behind its error.
         either_way_s = rest_s * (1 + gpu.waiting_count)
-        pays = (cost_s - either_way_s) * (1 + option.margin) < recompute_cost_s - either_way_s
+        pays = (cost_s - either_way_s) * (1 + margin) < recompute_cost_s - either_way_s
         if pays and cost_s < best_cost_s:
             best, best_cost_s = option, cost_s
     if best is not None:
         reason = LoadReason.LOAD_IS_QUICKER
-    elif not costs:
+    elif not alternatives:
         reason = LoadReason.NO_HIT
-    elif sick and all(not option.healthy for option, _ in costs):
-        reason = LoadReason.TIER_SICK
     else:
-        reason = LoadReason.RECOMPUTE_IS_QUICKER
-    return LoadDecision(best, reason, recompute_cost_s, tuple(costs))
+        reason = LoadReason.RECOMPUTE_IS_QUICKER if healthy else LoadReason.TIER_SICK
+    return LoadDecision(best, reason, alone_s, recompute_cost_s, tuple(alternatives))
 
 
-def load_deadline_s(model: RecomputeModel, prompt_tokens: int, gpu_tokens: int, gpu: GpuQueue) -> float:
-    """From the decision until a load that has not ended is given up and the request recomputes."""
-    compute_s = recompute_s(model, gpu_tokens, prompt_tokens)
+def load_deadline_s(compute_s: float, gpu: GpuQueue) -> float:
+    """From the decision until a load that has not ended is given up and the request recomputes, which takes
+    `compute_s`."""
     return DEADLINE_FACTOR * (compute_s * (1 + gpu.waiting_count) + gpu.backlog_s)
 
 
@@ -319,12 +314,12 @@ class StoreDecision:
     reason: StoreReason
 
 
-def chunk_saving_s(model: RecomputeModel, chunk_tokens: int, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Seconds to recompute each chunk where it lies in the prompt, its share of the steps included."""
-    steps = 0.0 if model.step_tokens is None else model.step_s * chunk_tokens / model.step_tokens
-    flat_s = steps + model.token_s * chunk_tokens + model.token_squared_s * chunk_tokens**2
-    slope_s = 2 * model.token_squared_s * chunk_tokens**2
-    return np.multiply(positions, model.scale * slope_s) + model.scale * flat_s
+def chunk_saving_s(model: RecomputeModel, chunk_tokens: int) -> tuple[float, float]:
+    """Seconds to recompute a prompt's first chunk, its share of the steps included, and how much more each further one
+    takes than the one before it."""
+    steps_s = 0.0 if model.step_tokens is None else model.step_s * chunk_tokens / model.step_tokens
+    squared_s = model.token_squared_s * chunk_tokens**2
+    return model.scale * (steps_s + model.token_s * chunk_tokens + squared_s), model.scale * 2 * squared_s
 
 
 def decide_store(
@@ -342,14 +337,19 @@ def decide_store(
     """
     count = len(reuse_probabilities)
     assert len(present) == count, f"{count} probabilities for {len(present)} chunks"
-    missing = ~present
-    first_missing = int(np.argmax(missing)) if count else 0
+    first_missing = int(np.argmin(present)) if count else 0
     if not count or present[first_missing]:
         return StoreDecision(count, 0.0, StoreReason.PRESENT)
-    saving_s = chunk_saving_s(model, chunk_tokens, np.arange(count)) - chunk_bytes / price.link.bytes_per_s
+    first_s, further_s = chunk_saving_s(model, chunk_tokens)
     cost_s = chunk_bytes * (price.write_price / price.write_bytes_per_s + price.displaced_s_per_byte)
-    value_s = reuse_probabilities * np.maximum(saving_s, 0.0) - cost_s
-    value_s = np.where(missing, value_s, 0.0)
+    # Each chunk's value, in place: the scheduler waits for this, and arrays of a long prompt's chunks are slow to make.
+    value_s = np.arange(count, dtype=np.float64)
+    value_s *= further_s
+    value_s += first_s - chunk_bytes / price.link.bytes_per_s
+    np.maximum(value_s, 0.0, out=value_s)
+    value_s *= reuse_probabilities
+    value_s -= cost_s
+    np.copyto(value_s, 0.0, where=present)
     totals_s = np.cumsum(value_s)
     if not math.isfinite(totals_s[-1]):  # one value was not: it ends the prefix
         totals_s = np.cumsum(np.where(np.isfinite(value_s), value_s, -math.inf))

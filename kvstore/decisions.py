@@ -3,24 +3,23 @@
 An engine sends a decision when it is made and again, under the same number, when something came of it.
 """
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from kvstore.costmodel import Alternative
 from kvstore.rpc.v1 import store_pb2
 
 REFUSED_KEYS_MAX = 256  # of one decision that travel
 REFUSED_PREFIX_BYTES = 8  # of each: enough to answer a person who asks about a key
 
 
-class Alternative(NamedTuple):
-    """To load up to `end_tokens`, and compute the rest. `seconds`: for the request alone; `cost_s`: what it costs all
-    that wait (infinity: not considered)."""
+class Room(enum.IntEnum):
+    """Of the fs tier. Numbers as on the wire."""
 
-    tier: str
-    end_tokens: int
-    seconds: float
-    cost_s: float
+    NOT_ASKED = store_pb2.ROOM_NOT_ASKED  # there is none, or it is not for engines to say what is written there
+    FREE = store_pb2.ROOM_FREE
+    FULL = store_pb2.ROOM_FULL  # what is written from here on displaces something
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +41,9 @@ class Decision:
     tier: str = ""  # chosen, the slowest that takes part; "": none
     end_tokens: int = 0
     refused: Sequence[bytes] = ()  # store: keys that were not admitted, head first; load: the first that was not there
+    disk_reason: str = ""  # store: why the disk gets what it gets; "": nothing was decided about it
+    disk_end_tokens: int = 0
+    disk_refused_count: int = 0  # chunks that are stored, but only in memory
     outcome: str = ""
     load_s: float = 0.0  # from the decision until its load had ended
     saved_s: float = 0.0  # what recomputing the loaded part would have taken
@@ -70,6 +72,9 @@ class Decision:
             end_tokens=self.end_tokens,
             refused_count=len(self.refused),
             refused=b"".join(key[:REFUSED_PREFIX_BYTES] for key in self.refused[:REFUSED_KEYS_MAX]),
+            disk_reason=self.disk_reason,
+            disk_end_tokens=self.disk_end_tokens,
+            disk_refused_count=self.disk_refused_count,
             outcome=self.outcome,
             load_s=self.load_s,
             saved_s=self.saved_s,

@@ -20,7 +20,7 @@ REASONS_MAX = 64  # an engine may send any text
 TIERS_MAX = 8
 EXPLAINED_MAX = 64  # decisions in one answer
 
-LOAD, STORE = "load", "store"
+LOAD, STORE, DISK = "load", "store", "disk"
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +62,7 @@ class Stored:
 
     group: str
     at_ms: int
+    memory_only: bool
 
 
 @dataclass(slots=True)
@@ -89,7 +90,10 @@ class Explanations:
         for decision in decisions:
             before = self._kept.get((group, decision.number))
             if before is None:
-                self._count(decision)
+                kind = STORE if decision.is_store else LOAD
+                self._count(kind, decision.reason, decision.refused_count if decision.is_store else 0)
+                if decision.disk_reason:
+                    self._count(DISK, decision.disk_reason, decision.disk_refused_count)
                 self._refuse(namespace, decision, now_ms)
                 self._kept[group, decision.number] = _Kept(group, namespace, decision, now_ms)
                 if len(self._kept) > DECISIONS_KEPT:
@@ -99,13 +103,12 @@ class Explanations:
                     self._balance(decision)
                 before.decision = decision
 
-    def _count(self, decision: store_pb2.Decision) -> None:
-        kind = (STORE if decision.is_store else LOAD, decision.reason)
-        if kind not in self._counts and len(self._counts) >= REASONS_MAX:
+    def _count(self, kind: str, reason: str, refused_chunks: int) -> None:
+        if (kind, reason) not in self._counts and len(self._counts) >= REASONS_MAX:
             return
-        count = self._counts.setdefault(kind, _Count())
+        count = self._counts.setdefault((kind, reason), _Count())
         count.decisions += 1
-        count.refused_chunks += decision.refused_count if decision.is_store else 0
+        count.refused_chunks += refused_chunks
 
     def _refuse(self, namespace: bytes, decision: store_pb2.Decision, now_ms: int) -> None:
         if not decision.is_store:
@@ -133,12 +136,14 @@ class Explanations:
         balance.saved_s += decision.saved_s
         balance.regret_s += max(0.0, decision.load_s - decision.saved_s)
 
-    def stored(self, group: str, namespace: bytes, tenant: bytes, key: bytes, now_ms: int) -> None:
-        """A chunk became visible."""
+    def stored(
+        self, group: str, namespace: bytes, tenant: bytes, key: bytes, now_ms: int, *, memory_only: bool = False
+    ) -> None:
+        """A chunk became visible. `memory_only`: its engine did not think it worth a write to disk."""
         start = key[:REFUSED_PREFIX_BYTES]
         kept = self._stored.setdefault(start, {})
         self._stored.move_to_end(start)
-        kept[namespace, tenant, key] = Stored(group, now_ms)
+        kept[namespace, tenant, key] = Stored(group, now_ms, memory_only)
         if len(self._stored) > KEYS_KEPT:
             self._stored.popitem(last=False)
 
@@ -178,6 +183,8 @@ class Explanations:
                 continue
             known.add((namespace, tenant, full))
             events = [f"stored {_ago(stored.at_ms, now_ms)} by {stored.group}"]
+            if stored.memory_only:
+                events.append("not written to disk then: that would have cost more than it was likely to save")
             tier = where(namespace, tenant, full)
             events.append(f"in the {tier} tier now" if tier else self._gone(stored.at_ms, now_ms))
             fates.append(admin_pb2.KeyFate(namespace_id=namespace, tenant_id=tenant, events=events))

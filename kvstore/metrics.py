@@ -57,12 +57,14 @@ def _admission(stats: admin_pb2.StatsReply) -> Iterator[Metric]:
         "kvstore_decisions", "What engines decided about loading and storing, by reason.", labels=["kind", "reason"]
     )
     refused = CounterMetricFamily(
-        "kvstore_refused_chunks", "Chunks of prompts that engines did not store.", labels=["reason"]
+        "kvstore_refused_chunks",
+        "Chunks of prompts that engines did not store, or not on disk.",
+        labels=["kind", "reason"],
     )
     for count in stats.decisions:
         decisions.add_metric([count.kind, count.reason], count.decisions)
-        if count.kind == "store":
-            refused.add_metric([count.reason], count.refused_chunks)
+        if count.kind != "load":
+            refused.add_metric([count.kind, count.reason], count.refused_chunks)
     yield decisions
     yield refused
     for name, (field, text) in _BALANCES.items():

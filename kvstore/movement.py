@@ -1,7 +1,8 @@
 """What moves between the cpu tier and the filesystem tier: copies down after a commit, copies up when asked for.
 
 Down, straight from the chunk's slot, by policy:
-    write_through   every chunk that is committed to the cpu tier. Evicting it there later moves nothing.
+    write_through   every chunk that is committed to the cpu tier, but what the engine would not have on disk; that is
+                    written when a later request finds it worth it. Evicting it there later moves nothing.
     selective       a chunk that was used so many times.
     write_back      what will soon be evicted from the cpu tier: an eighth of the arena is kept free or written; and
                     what has not been used for IDLE_MS. An eviction never waits: a chunk that was not written in time
@@ -33,6 +34,7 @@ from typing import NamedTuple
 from kvstore import limits
 from kvstore._native import CPU, FS, MISS, PENDING, STORED, class_bytes, slot_offset
 from kvstore.config import WRITE_AFTER_USES_DEFAULT, WritePolicy
+from kvstore.decisions import Room
 from kvstore.throttle import Throttle
 from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Removed, Scope, WriteOutcome
 from kvstore.tiers.cpu import CpuTier
@@ -156,6 +158,13 @@ class Movement:
             return self._index.stats()["unwritten_evictions"]
         return self._dropped + self.fs.stats().dropped
 
+    def room(self, slot_bytes: int) -> Room:
+        """Whether one more chunk fits, for engines that are asked what is worth it."""
+        if self._policy is not WritePolicy.WRITE_THROUGH:
+            return Room.NOT_ASKED
+        fs = self.fs.stats()
+        return Room.FULL if fs.used_bytes + slot_bytes > fs.capacity_bytes else Room.FREE
+
     @property
     def promoting_bytes(self) -> int:
         """Of slots granted to the daemon itself."""
@@ -163,18 +172,21 @@ class Movement:
 
     # -- down ----------------------------------------------------------------------------------------------------
 
-    def stored(self, chunk: ChunkId, slot: int, generation: int, nbytes: int) -> None:
-        """The chunk was committed to the cpu tier."""
+    def stored(self, chunk: ChunkId, slot: int, generation: int, nbytes: int, *, memory_only: bool = False) -> None:
+        """The chunk was committed to the cpu tier. `memory_only`: the engine does not think it worth a write."""
         self._remember_size(chunk.namespace, nbytes)
-        if self._policy is WritePolicy.WRITE_THROUGH:
+        if self._policy is WritePolicy.WRITE_THROUGH and not memory_only:
             self._wait_to_be_written(_Demotion(chunk, slot, generation, nbytes))
             self._write_next()
 
-    def touched(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]) -> None:
-        """The chain was used: head first. The tail is touched first, so that a parent is never older than its child."""
+    def touched(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes], *, worth_disk: int = 0) -> None:
+        """The chain was used: head first. The tail is touched first, so that a parent is never older than its child.
+        `worth_disk`: the engine would have so many of the keys, from the head, on disk."""
         self.fs.touch([ChunkId(namespace, tenant, key) for key in reversed(keys)])
         if self._policy is WritePolicy.SELECTIVE:
             self._take(self._index.used_often(namespace, tenant, keys, self._write_after_uses))
+        elif self._policy is WritePolicy.WRITE_THROUGH and worth_disk:
+            self._take(self._index.used_often(namespace, tenant, keys[:worth_disk], 1))
 
     def tick(self) -> None:
         """Every so often, several times a second."""

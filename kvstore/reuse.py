@@ -56,7 +56,7 @@ class Reuse:
     def probabilities(self, uses: NDArray[np.intp]) -> NDArray[np.float64]:
         """For each count of uses: the probability of one more."""
         by_class = list(map(reuse_probability, self._hits, self._trials, REUSE_PRIORS))
-        return np.take(np.array(by_class, np.float64), np.maximum(_class_of(uses), 0))
+        return np.take(np.array([by_class[0], *by_class], np.float64), uses, mode="clip")
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)

@@ -10,7 +10,9 @@ tokens, chained: equal ids mean equal prefixes up to there). Pure but for `read_
 """
 
 import json
+import math
 import os
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import _native
+from kvstore._native import CPU, FS, MISS
+from kvstore.admission import Admission, Hit, Mode, Priors, leading
 from kvstore.costmodel import KVSize, RecomputeModel, TransferModel, drive_writes_per_day, recompute_s, transfer_s
+from kvstore.decisions import Room
 from kvstore.errors import ConfigurationError
+from kvstore.profiles import Disk
 
-ADMISSIONS = ("always", "never")
+ADMISSIONS = ("always", "never", "model")
 FS_POLICY = "lru"
 CHUNKS_MAX = 1 << 28  # per tier: the index takes some 300 bytes for each
 REQUESTS_PER_CALL = 1_000  # an interrupt is heard in between
@@ -74,6 +80,7 @@ class Hardware:
     kv_on_rank: KVSize
     cpu_link: TransferModel
     fs_link: TransferModel  # both hops
+    disk: Disk  # of the fs tier: all ranks' bytes
     note: str
 
     def chunk_bytes(self, tokens_per_chunk: int) -> int:
@@ -201,14 +208,16 @@ def simulate(
     cpu = _index("cpu", cpu_chunks, eviction_policy)
     fs = None if fs_chunks is None else _index("fs", fs_chunks, FS_POLICY)
     replay = _native.Replay(cpu, cpu_chunks, fs)
-    store_ends = (trace.lengths if admission == "always" else np.zeros(len(trace.ends))).astype(np.uint32)
-    columns: list[tuple[NDArray[np.uint32], ...]] = []
     began_s = time.perf_counter()
-    for first in range(0, len(trace.ends), REQUESTS_PER_CALL):
-        ends = trace.ends[first : first + REQUESTS_PER_CALL]
-        begin = int(trace.ends[first - 1]) if first else 0
-        chains = trace.ids[begin : int(ends[-1])]
-        columns.append(replay.serve(chains, ends - np.uint64(begin), store_ends[first : first + len(ends)]))
+    if admission == Mode.MODEL:
+        columns = list(_decided(trace, replay, cpu, fs, hardware))
+    else:
+        lengths = trace.lengths.astype(np.uint32)
+        ends = lengths if admission == Mode.ALWAYS else np.zeros_like(lengths)
+        columns = [
+            replay.serve(*_chains(trace, first, REQUESTS_PER_CALL), *[ends[first : first + REQUESTS_PER_CALL]] * 3)
+            for first in range(0, len(ends), REQUESTS_PER_CALL)
+        ]
     replay_s = time.perf_counter() - began_s
     hits, fs_hits, stored, written = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     evictions = cpu.stats()["evictions"]
@@ -216,6 +225,103 @@ def simulate(
     if fs is not None and fs_chunks is not None:
         tiers.append(TierResult("fs", fs_chunks, int(fs_hits.sum()), fs.stats()["evictions"], int(written.sum())))
     return Simulation(trace, eviction_policy, admission, hardware, tuple(tiers), hits, fs_hits, drive_bytes, replay_s)
+
+
+def _chains(trace: Trace, first: int, count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """The ids of these requests, one after the other, and where each ends among them."""
+    begin = int(trace.ends[first - 1]) if first else 0
+    ends = trace.ends[first : first + count]
+    return trace.ids[begin : int(ends[-1])], ends - np.uint64(begin)
+
+
+class _Engine:
+    """An engine's own policy, asked request by request; it measures what its transfers take on this hardware."""
+
+    def __init__(self, hardware: Hardware, tokens_per_chunk: int) -> None:
+        self._tokens_per_chunk = tokens_per_chunk
+        self._chunk_bytes = hardware.chunk_bytes(tokens_per_chunk)
+        on_rank = hardware.kv_on_rank.bytes_per_token / hardware.kv_bytes_per_token
+        self._copy = TransferModel(hardware.cpu_link.bytes_per_s / on_rank, hardware.cpu_link.overhead_s)
+        self._read = hardware.disk.read
+        self._now_s = 0.0  # only loads take time
+        self._admission = Admission(
+            Mode.MODEL,
+            Priors(
+                recompute=hardware.recompute,
+                load=self._copy,
+                store=self._copy,
+                disk=self._read,
+                disk_write_bytes_per_s=hardware.disk.write_bytes_per_s,
+                recompute_known=True,
+            ),
+            tokens_per_chunk=tokens_per_chunk,
+            clock=lambda: self._now_s,
+            uniform=random.Random(0).random,
+        )
+
+    def load_end(self, request: str, prompt_tokens: int, codes: bytes) -> int:
+        """How many chunks it loads, of those that `codes` says where to find."""
+        in_memory, anywhere = leading(codes, MISS, FS), leading(codes, MISS)
+        if not anywhere:
+            return 0
+        hit = Hit(
+            prompt_tokens=prompt_tokens,
+            gpu_tokens=0,
+            cpu_end_tokens=min(in_memory * self._tokens_per_chunk, prompt_tokens),
+            end_tokens=min(anywhere * self._tokens_per_chunk, prompt_tokens),
+            cpu_chunks=in_memory,
+            chunks=anywhere,
+            disk_chunks=codes.count(FS, in_memory, anywhere),
+            chunk_bytes=self._chunk_bytes,
+        )
+        verdict = self._admission.load(request, hit, wait_s_max=math.inf)
+        end = -(-verdict.end_tokens // self._tokens_per_chunk)
+        if chunks := codes.count(FS, 0, end) or int(verdict.probe):
+            seconds = transfer_s(self._read, chunks * self._chunk_bytes)
+            self._admission.read(chunks=chunks, chunk_bytes=self._chunk_bytes, seconds=seconds)
+        if verdict.loads:
+            self._admission.load_began(verdict, end)
+            seconds = transfer_s(self._copy, end * self._chunk_bytes)
+            self._now_s += seconds
+            self._admission.copied(store=False, chunks=end, chunk_bytes=self._chunk_bytes, seconds=seconds)
+            self._admission.load_ended(verdict, service_s=seconds, loaded_chunks=end)
+        self._admission.finished(request)
+        return end
+
+    def store_ends(
+        self, request: str, ids: NDArray[np.uint64], codes: bytes, load_end: int, *, cpu_full: bool, disk: Room
+    ) -> tuple[int, int]:
+        """How many chunks it has stored, and of these written to disk."""
+        where = np.frombuffer(codes, np.uint8)
+        verdict = self._admission.store(
+            request,
+            [key.tobytes() for key in ids],
+            (where == CPU) | (np.arange(len(where)) < load_end),
+            chunk_bytes=self._chunk_bytes,
+            tier_full=cpu_full,
+            disk=disk,
+            on_disk=where == FS,
+        )
+        end, disk_end = (len(ids) if end is None else end for end in (verdict.end_chunk, verdict.disk_end_chunk))
+        return end, min(end, disk_end)
+
+
+def _decided(
+    trace: Trace, replay: _native.Replay, cpu: _native.Index, fs: _native.Index | None, hardware: Hardware
+) -> Iterator[tuple[NDArray[np.uint32], ...]]:
+    engine = _Engine(hardware, trace.tokens_per_block)
+    for i, prompt_tokens in enumerate(trace.input_tokens.tolist()):
+        ids, ends = _chains(trace, i, 1)
+        codes, cpu_full = replay.find(ids), _is_full(cpu)
+        disk = Room.NOT_ASKED if fs is None else Room.FULL if _is_full(fs) else Room.FREE
+        load_end = engine.load_end(str(i), prompt_tokens, codes)
+        store_ends = engine.store_ends(str(i), ids, codes, load_end, cpu_full=cpu_full, disk=disk)
+        yield replay.serve(ids, ends, *(np.array([end], np.uint32) for end in (load_end, *store_ends)))
+
+
+def _is_full(index: _native.Index) -> bool:
+    """Whether it has evicted something, which it does when there is no room."""
+    return index.stats()["evictions"] > 0
 
 
 def _index(tier: str, chunks: int, eviction_policy: str) -> _native.Index:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import grpc
 
-from kvstore.decisions import Decision
+from kvstore.decisions import Decision, Room
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.limits import (
     DECISIONS_PER_STEP_MAX,
@@ -72,6 +72,7 @@ class _Commit(NamedTuple):
     key: bytes
     parent: bytes
     ticket: int
+    memory_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class _Chain:
     keys: Sequence[bytes]
     kind: int
     again: int = 0
+    worth_disk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class _News:
     learned_there: dict[str, str] = field(default_factory=dict)  # as the daemon sent it
     reads: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=READS_KEPT))
     cpu_full: bool = False
+    fs: Room = Room.NOT_ASKED
 
 
 class Steps:
@@ -197,8 +200,11 @@ class Steps:
         """Why the last answer brought fewer than asked for; UNSPECIFIED when it did not."""
         return self._grants_short.get(kind, Outcome.UNSPECIFIED)
 
-    def commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes) -> int:
-        """The chunk is complete in the slot: make it visible. Returns a ticket for `wait`. `parent` may be b""."""
+    def commit(
+        self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes, *, memory_only: bool = False
+    ) -> int:
+        """The chunk is complete in the slot: make it visible. Returns a ticket for `wait`. `parent` may be b"".
+        `memory_only`: it is not to be written through to the fs tier."""
         self._session.require_own_process()
         with self._lock:
             self._tickets += 1
@@ -211,7 +217,7 @@ class Steps:
                 self._settle_ticket(self._tickets, Outcome.NOT_GRANTED)
                 self._aborts.append((slot, generation))
             else:
-                self._commits.append(_Commit((slot, generation), tenant, key, parent, self._tickets))
+                self._commits.append(_Commit((slot, generation), tenant, key, parent, self._tickets, memory_only))
             self._operations += 1
             return self._tickets
 
@@ -263,16 +269,19 @@ class Steps:
             self._releases.append((ref, loaded, promoted))
             self._operations += 1
 
-    def touch(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0, again: int = 0) -> None:
+    def touch(
+        self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0, again: int = 0, worth_disk: int = 0
+    ) -> None:
         """The chain was used: head first. Dropped when the queue is full. `again`: so many of its keys, from the head,
-        the same request used before, by a touch or a commit; this is no further use of those."""
+        the same request used before, by a touch or a commit; this is no further use of those. `worth_disk`: so many,
+        from the head, are to be written through to the fs tier if they are in memory only."""
         with self._lock:
             if not self._accepting() or self._operations + len(keys) > QUEUED_OPERATIONS_MAX:
                 return
             for end in range(len(keys), 0, -OPERATIONS_PER_STEP_MAX):
                 begin = max(0, end - OPERATIONS_PER_STEP_MAX)
-                known = min(max(0, again - begin), end - begin)
-                self._touches.append(_Chain(tenant, keys[begin:end], kind, known))
+                known, worth = (min(max(0, count - begin), end - begin) for count in (again, worth_disk))
+                self._touches.append(_Chain(tenant, keys[begin:end], kind, known, worth))
             self._operations += len(keys)
 
     def promote(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0, waited: bool = True) -> int:
@@ -346,6 +355,11 @@ class Steps:
     def cpu_full(self) -> bool:
         """As of the last answer: what is stored displaces something."""
         return self._news.cpu_full
+
+    @property
+    def fs(self) -> Room:
+        """As of the last answer."""
+        return self._news.fs
 
     def fresh_namespace(self) -> None:
         """Leave all chunks of before behind. Slots granted before end as aborts, whatever is committed to them."""
@@ -571,7 +585,13 @@ class Steps:
         tickets: list[int] = []
         while self._commits and room:
             commit = self._commits.popleft()
-            request.commits.add(at=_slot_ref(commit.ref), tenant=commit.tenant, key=commit.key, parent=commit.parent)
+            request.commits.add(
+                at=_slot_ref(commit.ref),
+                tenant=commit.tenant,
+                key=commit.key,
+                parent=commit.parent,
+                memory_only=commit.memory_only,
+            )
             tickets.append(commit.ticket)
             room -= 1
         while self._aborts and room:
@@ -589,7 +609,13 @@ class Steps:
             room -= 1
         while self._touches and len(self._touches[0].keys) <= room:
             chain = self._touches.popleft()
-            request.touches.add(tenant=chain.tenant, keys=chain.keys, kind=chain.kind, again=chain.again)
+            request.touches.add(
+                tenant=chain.tenant,
+                keys=chain.keys,
+                kind=chain.kind,
+                again=chain.again,
+                worth_disk=chain.worth_disk,
+            )
             room -= len(chain.keys)
         while self._promotes and len(self._promotes[0][0].keys) <= room:
             chain, _, waited = self._promotes.popleft()
@@ -640,7 +666,7 @@ class Steps:
                 for ticket, outcome in zip(unanswered.tickets, outcomes, strict=True):
                     self._settle_ticket(ticket, outcome)
                 self._promotes_answered = unanswered.promote
-                self._news.cpu_full = reply.cpu_full
+                self._news.cpu_full, self._news.fs = reply.cpu_full, Room(reply.fs)
                 self._news.reads.extend((read.chunks, read.seconds) for read in reply.reads)
                 self._news.learned_there.update((learned.name, learned.document) for learned in reply.learned)
                 for kind, wanted in enumerate(request.grants_wanted):

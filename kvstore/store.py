@@ -360,7 +360,7 @@ class Store:
                 namespace = group.kinds[chain.kind].namespace
                 self._index.touch(namespace, chain.tenant, list(chain.keys), now_ms, again=chain.again)
                 if self._movement is not None:
-                    self._movement.touched(namespace, chain.tenant, chain.keys)
+                    self._movement.touched(namespace, chain.tenant, chain.keys, worth_disk=chain.worth_disk)
         if self._movement is not None and group.complete() and not group.refused:
             for chain in request.promotes:
                 kind = group.kinds[chain.kind]
@@ -378,7 +378,10 @@ class Store:
         while group.reads:
             chunks, seconds = group.reads.popleft()
             reply.reads.add(chunks=chunks, seconds=seconds)
-        reply.cpu_full = self._is_full(group)
+        slot_bytes = max((kind.slot_bytes for kind in group.kinds), default=0)
+        reply.cpu_full = self._is_full(slot_bytes)
+        if self._movement is not None:
+            reply.fs = self._movement.room(slot_bytes).value
         if any(request.grants_wanted):
             reply.grants.extend(self._grant_kinds(group, request.grants_wanted, request.tails, now_ms))
         state = self.group_state(group)
@@ -396,10 +399,9 @@ class Store:
             if group.number == group_number:
                 group.reads.append((chunks, seconds))
 
-    def _is_full(self, group: Group) -> bool:
+    def _is_full(self, slot_bytes: int) -> bool:
         index = self._index.stats()
-        taken = index["used_bytes"] + index["granted_bytes"]
-        return taken + max((kind.slot_bytes for kind in group.kinds), default=0) > self._tier.ready_bytes
+        return index["used_bytes"] + index["granted_bytes"] + slot_bytes > self._tier.ready_bytes
 
     def _learn(self, request: store_pb2.StepRequest, reply: store_pb2.StepReply) -> None:
         if not request.learning:
@@ -704,7 +706,9 @@ class Store:
                 if code == STORED:
                     self.counts.stores += 1
                     commit = commits[position]
-                    self.explanations.stored(group.name, kind.namespace, commit.tenant, commit.key, now_ms)
+                    self.explanations.stored(
+                        group.name, kind.namespace, commit.tenant, commit.key, now_ms, memory_only=commit.memory_only
+                    )
                     if self._movement is not None:
                         self._write_through(self._movement, kind, commits[position])
         self._abort(group, aborted)
@@ -712,7 +716,8 @@ class Store:
 
     def _write_through(self, movement: Movement, kind: Kind, commit: store_pb2.Commit) -> None:
         chunk = ChunkId(kind.namespace, commit.tenant, commit.key)
-        movement.stored(chunk, commit.at.slot, commit.at.generation, kind.chunk_bytes)
+        at = commit.at
+        movement.stored(chunk, at.slot, at.generation, kind.chunk_bytes, memory_only=commit.memory_only)
 
     def _abort(self, group: Group, refs: Sequence[tuple[int, int]]) -> None:
         held = [ref for ref in refs if group.holds(*ref)]

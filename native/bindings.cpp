@@ -505,8 +505,11 @@ struct PyReplay {
         : replay(cpu.index, cpu_chunks, fs != nullptr ? &fs->index : nullptr) {}
     // Requests one after the other: request i is chains[ends[i - 1] .. ends[i]].
     nb::tuple serve(const Array<std::uint64_t>& chains, const Array<std::uint64_t>& ends,
-                    const Array<std::uint32_t>& store_ends) {
-        const std::size_t count = check_equal(ends.shape(0), store_ends.shape(0), "ends and store_ends");
+                    const Array<std::uint32_t>& load_ends, const Array<std::uint32_t>& store_ends,
+                    const Array<std::uint32_t>& write_ends) {
+        const std::size_t count = check_equal(ends.shape(0), load_ends.shape(0), "ends and load_ends");
+        check_equal(count, store_ends.shape(0), "ends and store_ends");
+        check_equal(count, write_ends.shape(0), "ends and write_ends");
         std::array<std::unique_ptr<std::uint32_t[]>, 4> columns;
         for (auto& column : columns) column = std::make_unique<std::uint32_t[]>(count);
         std::uint64_t begin = 0;
@@ -517,7 +520,8 @@ struct PyReplay {
                                             " to " + std::to_string(end) + " of " + std::to_string(chains.shape(0)) +
                                             " chunks");
             }
-            const Served served = replay.serve(span_of(chains).subspan(begin, end - begin), store_ends.data()[i]);
+            const Served served = replay.serve(span_of(chains).subspan(begin, end - begin),
+                                               {load_ends.data()[i], store_ends.data()[i], write_ends.data()[i]});
             columns[0][i] = served.hits;
             columns[1][i] = served.fs_hits;
             columns[2][i] = served.stored;
@@ -526,6 +530,11 @@ struct PyReplay {
         }
         return nb::make_tuple(numpy_of(std::move(columns[0]), count), numpy_of(std::move(columns[1]), count),
                               numpy_of(std::move(columns[2]), count), numpy_of(std::move(columns[3]), count));
+    }
+
+    nb::bytes find(const Array<std::uint64_t>& chain) {
+        const std::vector<Where> found = replay.find(span_of(chain));
+        return nb::bytes(reinterpret_cast<const char*>(found.data()), found.size());
     }
 
     Replay replay;
@@ -826,7 +835,9 @@ NB_MODULE(_native, m) {
     nb::class_<PyReplay>(m, "Replay")
         .def(nb::init<PyIndex&, std::uint64_t, PyIndex*>(), "cpu"_a, "cpu_chunks"_a, "fs"_a.none() = nb::none(),
              nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>())
-        .def("serve", &PyReplay::serve, "chains"_a.noconvert(), "ends"_a.noconvert(), "store_ends"_a.noconvert());
+        .def("find", &PyReplay::find, "chain"_a.noconvert())
+        .def("serve", &PyReplay::serve, "chains"_a.noconvert(), "ends"_a.noconvert(), "load_ends"_a.noconvert(),
+             "store_ends"_a.noconvert(), "write_ends"_a.noconvert());
 
     bind_io(m);
     bind_cuda(m);

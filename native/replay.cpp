@@ -18,7 +18,7 @@ constexpr Id NAMESPACE{}, TENANT{};
 Replay::Replay(Index& cpu, std::uint64_t cpu_chunks, Index* fs)
     : cpu_(cpu), fs_(fs), grants_max_(std::clamp<std::uint64_t>(cpu_chunks / GRANTS_SHARE, 1, GRANTS_MAX)) {}
 
-Served Replay::serve(std::span<const std::uint64_t> chain, std::uint32_t store_end) {
+void Replay::look_up(std::span<const std::uint64_t> chain) {
     key_bytes_.assign(chain.size(), Key{});
     keys_.clear();
     for (std::size_t i = 0; i < chain.size(); ++i) {
@@ -27,17 +27,30 @@ Served Replay::serve(std::span<const std::uint64_t> chain, std::uint32_t store_e
     }
     in_cpu_ = cpu_.lookup(NAMESPACE, TENANT, keys_);
     if (fs_ != nullptr) in_fs_ = fs_->lookup(NAMESPACE, TENANT, keys_);
+}
 
+std::vector<Where> Replay::find(std::span<const std::uint64_t> chain) {
+    look_up(chain);
+    std::vector<Where> found = in_cpu_;
+    for (std::size_t i = 0; fs_ != nullptr && i < found.size(); ++i) {
+        if (found[i] != Where::CPU && in_fs_[i] == Where::CPU) found[i] = Where::FS;
+    }
+    return found;
+}
+
+Served Replay::serve(std::span<const std::uint64_t> chain, const Ends& ends) {
+    look_up(chain);
+    const auto at_most = [&](std::uint32_t end) { return std::min<std::size_t>(end, chain.size()); };
     Served served;
-    for (; served.hits < chain.size(); ++served.hits) {
+    for (; served.hits < at_most(ends.load); ++served.hits) {
         if (has(served.hits)) continue;
         if (fs_ == nullptr || in_fs_[served.hits] != Where::CPU || !promote(served.hits)) break;
         ++served.fs_hits;
     }
     touch();
-    served.stored = store(std::min(store_end, static_cast<std::uint32_t>(chain.size())));
+    served.stored = store(static_cast<std::uint32_t>(at_most(ends.store)));
     if (fs_ != nullptr) {
-        for (std::size_t i = 0; i < chain.size(); ++i) served.written += write(i);
+        for (std::size_t i = 0; i < at_most(ends.write); ++i) served.written += write(i);
     }
     return served;
 }

@@ -14,8 +14,13 @@
 
 namespace kvstore {
 
+// How much of a request's chain, from its head, may be loaded, stored, and written to the lower tier.
+struct Ends {
+    std::uint32_t load, store, write;
+};
+
 struct Served {
-    std::uint32_t hits = 0;     // chunks of the longest prefix present in either tier
+    std::uint32_t hits = 0;     // chunks loaded: of the longest prefix present in either tier
     std::uint32_t fs_hits = 0;  // of these, only in the lower one
     std::uint32_t stored = 0;   // new in the upper one
     std::uint32_t written = 0;  // new in the lower one
@@ -26,11 +31,13 @@ class Replay {
     // Capacities in chunks. `fs` may be null.
     Replay(Index& cpu, std::uint64_t cpu_chunks, Index* fs);
 
-    // `chain`: ids of the request's chunks, head first. Those from `store_end` on are not to be stored.
-    Served serve(std::span<const std::uint64_t> chain, std::uint32_t store_end);
+    // `chain`: ids of the request's chunks, head first. Where each is: CPU, FS (only there) or MISS.
+    std::vector<Where> find(std::span<const std::uint64_t> chain);
+    Served serve(std::span<const std::uint64_t> chain, const Ends& ends);
 
   private:
     using Key = std::array<std::byte, KEY_BYTES_MIN>;
+    void look_up(std::span<const std::uint64_t> chain);
     bool has(std::size_t i) const { return in_cpu_[i] == Where::CPU; }
     bool promote(std::size_t i);
     void touch();

@@ -72,8 +72,12 @@ def explain(
 
 def _decision(decision: Mapping[str, object]) -> list[str]:
     head = f"{decision['kind']} decision for request {decision['request']}, {decision['age_s']:.1f} s ago"
-    why = f"{decision['reason']} ({_WHY[reason]})" if (reason := str(decision["reason"])) in _WHY else reason
+    why = _why(str(decision["reason"]))
     return [head, *(_store(decision, why) if decision["kind"] == "store" else _load(decision, why))]
+
+
+def _why(reason: str) -> str:
+    return f"{reason} ({_WHY[reason]})" if reason in _WHY else reason
 
 
 def _load(decision: Mapping[str, object], why: str) -> list[str]:
@@ -105,7 +109,11 @@ def _load(decision: Mapping[str, object], why: str) -> list[str]:
 def _store(decision: Mapping[str, object], why: str) -> list[str]:
     refused = decision["refused_chunks"]
     stored = f"stored up to token {decision['end_tokens']} of {decision['prompt_tokens']}"
-    return [f"  {stored}, {why}" + (f"; {refused} chunks refused" if refused else "")]
+    lines = [f"  {stored}, {why}" + (f"; {refused} chunks refused" if refused else "")]
+    if reason := str(decision["disk_reason"]):
+        on_disk = f"on disk up to token {decision['disk_end_tokens']}, {_why(reason)}"
+        lines.append(f"  {on_disk}; {decision['disk_refused_chunks']} chunks in memory only")
+    return lines
 
 
 def _ms(seconds: object) -> str:

@@ -44,7 +44,7 @@ def simulate(
         str, typer.Option(help=f"Of the cpu tier: {', '.join(EVICTION_POLICIES)}.")
     ] = EVICTION_POLICY_DEFAULT,
     admission: Annotated[
-        str, typer.Option(help=f"Which chunks are stored: {', '.join(simulation.ADMISSIONS)}.")
+        str, typer.Option(help=f"What is loaded and stored: {', '.join(simulation.ADMISSIONS)}.")
     ] = simulation.ADMISSIONS[0],
     config: Annotated[
         Path | None, typer.Option(help=f"The model's config.json, or its directory. Default: {_MODEL}.")
@@ -81,7 +81,7 @@ def simulate(
 def _hardware(config: Path | None, gpu_name: str, tp_size: int, chunk_tokens: int) -> simulation.Hardware:
     layout = planning.layout_from_config(read_config(config) if config else _MODEL_CONFIG, tp_size=tp_size)
     assert layout.geometry is not None, "a layout made from a configuration has a geometry"
-    prefill = profiles.find_prefill(layout.geometry, gpu_name, tp_size)
+    prefill, disk = profiles.find_prefill(layout.geometry, gpu_name, tp_size), profiles.find_disk()
     gpu = profiles.find_gpu(gpu_name) or profiles.find_gpu(_GPU)
     assert gpu is not None, f"no profile of {_GPU}"
     return simulation.Hardware(
@@ -89,7 +89,8 @@ def _hardware(config: Path | None, gpu_name: str, tp_size: int, chunk_tokens: in
         kv_bytes_per_token=layout.kv_bytes_per_token,
         kv_on_rank=layout.on_rank,
         cpu_link=gpu.link.expected,
-        fs_link=planning.from_disk(layout, profiles.find_disk(), gpu.link.expected, chunk_tokens),
+        fs_link=planning.from_disk(layout, disk, gpu.link.expected, chunk_tokens),
+        disk=disk,
         note=f"{config or _MODEL}, TP {tp_size}, link of {gpu.name}; recompute times: {prefill.source}",
     )
 

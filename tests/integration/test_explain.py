@@ -9,11 +9,12 @@ from typer.testing import CliRunner
 
 from kvstore.cli import app
 from kvstore.client import StoreClient
-from kvstore.decisions import Alternative, Decision
+from kvstore.costmodel import Alternative
+from kvstore.decisions import Decision, Room
 from kvstore.errors import LimitExceeded
 from kvstore.limits import LEARNED_DOCUMENT_BYTES_MAX
 from kvstore.session import Attachment, Kind, Role, Session
-from kvstore.steps import DECISIONS_QUEUED_MAX, Steps
+from kvstore.steps import DECISIONS_QUEUED_MAX, Outcome, Steps
 from kvstore.testing import Daemon, running_daemon
 from kvstore.tiers.fs_paths import LEARNED
 from tests.integration.conftest import CHUNK_BYTES, WAIT_S, client_of, eventually, key, payload
@@ -85,6 +86,35 @@ def test_a_key_says_that_it_was_refused_stored_or_removed(daemon: Daemon, client
     assert "an operator removed" in shown(daemon, key(1).hex())
 
 
+def test_a_store_says_what_is_on_disk_and_a_chunk_for_memory_only_gets_there_when_it_is_worth_it(
+    tmp_path: Path,
+) -> None:
+    flags = ["--fs-dir", str(tmp_path / "fs"), "--fs-bytes", "64MiB"]
+    with running_daemon(arguments=flags, verify=False) as daemon, Session.attach(daemon.endpoint, CLIENT) as session:
+        steps, tenant = Steps(session), session.tenant_id(None)
+        refs = steps.wait_grants(2, WAIT_S)
+        tickets = [
+            steps.commit(*ref, tenant, key(number), b"", memory_only=number == 1) for number, ref in enumerate(refs)
+        ]
+        assert steps.wait(tickets, WAIT_S) == [Outcome.STORED] * 2
+        assert steps.fs is Room.FREE
+        eventually(lambda: daemon.tier("fs")["chunks"] == 1, "one is on disk")
+        assert "not written to disk" in explain(daemon, key(1).hex())["keys"][0]["events"][1]
+        steps.tell(
+            Decision(
+                1, "cmpl-4", True, "WORTH_IT", 512, tier="cpu", end_tokens=512,
+                disk_reason="ADMISSION", disk_end_tokens=256, disk_refused_count=1,
+            )
+        )  # fmt: skip
+        steps.settle(WAIT_S)
+        text = shown(daemon, "cmpl-4")
+        assert "on disk up to token 256, ADMISSION (would cost more than it is likely to save)" in text
+        assert "1 chunks in memory only" in text
+        steps.touch(tenant, [key(0), key(1)], worth_disk=2)
+        steps.settle(WAIT_S)
+        eventually(lambda: daemon.tier("fs")["chunks"] == 2, "both are")
+
+
 def test_a_request_that_missed_says_what_became_of_the_chunk_it_missed(
     daemon: Daemon, client: StoreClient, steps: Steps
 ) -> None:
@@ -151,7 +181,7 @@ def test_a_document_without_bounds_is_refused(daemon: Daemon, steps: Steps) -> N
 
 def test_with_a_disk_what_was_learned_survives_the_daemon(tmp_path: Path) -> None:
     flags = ["--fs-dir", str(tmp_path / "fs"), "--fs-bytes", "64MiB"]
-    with running_daemon(arguments=flags) as daemon, Session.attach(daemon.endpoint, CLIENT) as session:
+    with running_daemon(arguments=flags, verify=False) as daemon, Session.attach(daemon.endpoint, CLIENT) as session:
         steps = Steps(session)
         steps.ask_learned("model-a")
         steps.learn({"recompute": "kept"})
@@ -159,7 +189,10 @@ def test_with_a_disk_what_was_learned_survives_the_daemon(tmp_path: Path) -> Non
     for damage in (False, True):
         if damage:
             (tmp_path / "fs" / LEARNED).write_text("[7]")
-        with running_daemon(arguments=flags) as daemon, Session.attach(daemon.endpoint, CLIENT) as session:
+        with (
+            running_daemon(arguments=flags, verify=False) as daemon,
+            Session.attach(daemon.endpoint, CLIENT) as session,
+        ):
             steps = Steps(session)
             steps.ask_learned("model-a")
             steps.settle(WAIT_S)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from kvstore._native import CPU, FS, MISS, PENDING
-from kvstore.decisions import Decision
+from kvstore.decisions import Decision, Room
 from kvstore.session import GroupState, KindState
 from kvstore.steps import Outcome
 
@@ -219,6 +219,9 @@ class FakeSteps:
         self.learned: dict[str, str] = {}
         self.learned_there: dict[str, str] = {}
         self.cpu_full = False
+        self.fs = Room.NOT_ASKED
+        self.memory_only: list[bytes] = []  # keys of commits
+        self.worth_disk: list[tuple[bytes, ...]] = []  # of touches
         self.tails: set[tuple[int, int]] = set()  # named by requests for slots
 
     @property
@@ -259,8 +262,12 @@ class FakeSteps:
         taken, self.free_by_kind[kind] = free[:count], free[count:]
         return taken
 
-    def commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes) -> int:
+    def commit(
+        self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes, *, memory_only: bool = False
+    ) -> int:
         if not self.broken:
+            if memory_only:
+                self.memory_only.append(key)
             self.daemon.commit(slot, generation, tenant, key, parent)
         return 0
 
@@ -302,8 +309,17 @@ class FakeSteps:
         reads, self.daemon.reads = self.daemon.reads, []
         return reads
 
-    def touch(self, tenant: bytes, keys: Sequence[bytes], *, kind: int = 0, again: int = 0) -> None:  # noqa: ARG002
+    def touch(
+        self,
+        tenant: bytes,  # noqa: ARG002
+        keys: Sequence[bytes],
+        *,
+        kind: int = 0,
+        again: int = 0,
+        worth_disk: int = 0,
+    ) -> None:
         if not self.broken:
+            self.worth_disk.append(tuple(keys[:worth_disk]))
             self.daemon.touched.append(tuple(keys))
             self.daemon.touched_kinds.append(kind)
             if kind == 0:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.admission import (
+from kvstore.admission import (
     KNOWN_OBSERVATIONS,
     PROBE_AFTER_DECLINES,
     STORED_UNASKED,
@@ -20,10 +20,10 @@ from connector.admission import (
     Reason,
     leading,
 )
-from connector.observations import STEPS_OPEN_MAX, EngineQueue, LinkQueue
 from kvstore.calibration import RecomputeCalibration
 from kvstore.costmodel import GpuQueue, LoadReason, RecomputeModel, StoreReason, TransferModel, recompute_s, transfer_s
-from kvstore.decisions import Decision
+from kvstore.decisions import Decision, Room
+from kvstore.observations import STEPS_OPEN_MAX, EngineQueue, LinkQueue
 
 CHUNK_TOKENS, CHUNK_BYTES = 128, 128 << 13
 MODEL = RecomputeModel(5e-3, 1e-4, 1e-9, scale=1.0)  # 13 ms for a chunk
@@ -84,9 +84,11 @@ class Rig:
         }
         return self.admission.load(f"r{self.requests}", Hit(**hit), wait_s_max=30.0)
 
-    def store(self, chain: list[bytes], present: int = 0):
-        held = np.arange(len(chain)) < present
-        return self.admission.store("r", chain, held, chunk_bytes=CHUNK_BYTES, tier_full=False)
+    def store(self, chain: list[bytes], present: int = 0, disk: Room = Room.NOT_ASKED, on_disk: int = 0):
+        held, below = (np.arange(len(chain)) < count for count in (present, on_disk))
+        return self.admission.store(
+            "r", chain, held, chunk_bytes=CHUNK_BYTES, tier_full=False, disk=disk, on_disk=below
+        )
 
 
 def chain(name: str, chunks: int = 16) -> list[bytes]:
@@ -283,15 +285,56 @@ def test_until_recomputing_is_known_and_for_the_first_requests_everything_is_sto
     assert {(verdict.end_chunk, verdict.reason) for verdict in first} == {(None, Reason.LEARNING)}
 
 
+def each_prompt_comes_back(rig: Rig) -> Rig:
+    """So that it pays to have each in memory."""
+    for i in range(100):
+        rig.store(chain(f"pair-{i // 2}"))
+    return rig
+
+
+def test_a_disk_gets_what_is_worth_a_write_and_memory_the_rest() -> None:
+    cheap = each_prompt_comes_back(Rig().measured(load=FAST, disk=FAST))
+    assert cheap.store(chain("new")).disk_reason == ""
+    new = cheap.store(chain("other"), disk=Room.FREE)
+    assert (new.end_chunk, new.disk_end_chunk, new.disk_reason) == (None, None, StoreReason.WORTH_IT)
+    dear = each_prompt_comes_back(Rig(disk_write_bytes_per_s=1e6).measured(load=FAST, disk=FAST))
+    new = dear.store(chain("new"), disk=Room.FREE)
+    assert (new.end_chunk, new.disk_end_chunk, new.disk_reason) == (None, 0, StoreReason.NOT_WORTH_IT)
+    told = dear.told[-1]
+    assert (told.end_tokens, told.disk_end_tokens, told.disk_refused_count) == (2048, 0, 16)
+    there = dear.store(chain("other"), disk=Room.FREE, on_disk=16)
+    assert (there.end_chunk, there.disk_end_chunk, there.disk_reason) == (None, 16, StoreReason.PRESENT)
+
+
+def test_a_disk_that_takes_longer_to_read_than_to_recompute_gets_nothing() -> None:
+    rig = each_prompt_comes_back(Rig(disk=SLOW).measured(load=FAST, disk=SLOW))
+    verdict = rig.store(chain("new"), disk=Room.FREE)
+    assert (verdict.end_chunk, verdict.disk_end_chunk) == (None, 0)
+
+
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 20), st.integers(0, 20)), max_size=40), st.booleans())
-def test_a_store_is_a_prefix_that_holds_what_is_there(uses: list[tuple[int, int, int]], full: bool) -> None:
-    rig = Rig().measured(load=FAST)
-    for name, chunks, present in uses:
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(1, 20), st.integers(0, 20), st.integers(0, 20), st.sampled_from(Room)),
+        max_size=40,
+    ),
+    st.booleans(),
+    st.floats(1e5, 1e10),
+)
+def test_a_store_is_a_prefix_that_holds_what_is_there(
+    uses: list[tuple[int, int, int, int, Room]], full: bool, disk_write_bytes_per_s: float
+) -> None:
+    rig = Rig(disk_write_bytes_per_s=disk_write_bytes_per_s).measured(load=FAST)
+    for name, chunks, present, on_disk, disk in uses:
         keys = chain(str(name), chunks)
-        held = np.arange(chunks) < present
-        verdict = rig.admission.store("r", keys, held, chunk_bytes=CHUNK_BYTES, tier_full=full)
+        held, below = (np.arange(chunks) < count for count in (present, on_disk))
+        verdict = rig.admission.store(
+            "r", keys, held, chunk_bytes=CHUNK_BYTES, tier_full=full, disk=disk, on_disk=below
+        )
         assert verdict.end_chunk is None or min(present, chunks) <= verdict.end_chunk <= chunks
+        if verdict.disk_reason:
+            assert disk is not Room.NOT_ASKED
+            assert verdict.disk_end_chunk is None or min(on_disk, chunks) <= verdict.disk_end_chunk <= chunks
 
 
 @settings(deadline=None, max_examples=50)
@@ -407,7 +450,8 @@ def test_a_clock_that_jumps_poisons_nothing(jumps: list[float]) -> None:
     assert 0 < recompute_s(model, 0, 8192) < math.inf
     for decision in rig.told:
         assert all(0 <= each.seconds < math.inf for each in decision.alternatives)
-        assert 0 <= decision.recompute_s < math.inf
+        for seconds in (decision.recompute_s, decision.load_s, decision.saved_s, decision.first_token_s):
+            assert 0 <= seconds < math.inf
 
 
 def test_a_link_is_busy_as_long_as_was_predicted_and_not_after_the_last_has_ended() -> None:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from connector.admission import Admission, Hit, Mode, Priors
+from kvstore.admission import Admission, Hit, Mode, Priors
 from kvstore.costmodel import TransferModel, recompute_s, transfer_s
 from kvstore.profiles import find_prefill, geometry_of
 

@@ -9,8 +9,9 @@ pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
 from connector import metrics
-from connector.admission import PROBE_AFTER_DECLINES, Admission, Mode, Priors, Reason
+from kvstore.admission import DISK_WRITE_PRICE, PROBE_AFTER_DECLINES, Admission, Mode, Priors, Reason
 from kvstore.costmodel import LoadReason, RecomputeModel, StoreReason, TransferModel
+from kvstore.decisions import Room
 from tests.unit.connector_engine import PretendEngine
 
 PROMPT = list(range(41))  # 10 full blocks: 5 chunks of 2
@@ -27,11 +28,23 @@ class Clock:
 
 
 def engine_of(
-    *, mode: Mode = Mode.MODEL, load: TransferModel = FAST, disk: TransferModel = FAST, **extra: object
+    *,
+    mode: Mode = Mode.MODEL,
+    load: TransferModel = FAST,
+    disk: TransferModel = FAST,
+    disk_write_bytes_per_s: float = 1e9,
+    **extra: object,
 ) -> PretendEngine:
     engine = PretendEngine(extra={"prefetch_policy": "wait_complete", **extra})
     clock = engine.half._clock = Clock()
-    priors = Priors(recompute=GPU, load=load, store=FAST, disk=disk, recompute_known=True)
+    priors = Priors(
+        recompute=GPU,
+        load=load,
+        store=FAST,
+        disk=disk,
+        disk_write_bytes_per_s=disk_write_bytes_per_s,
+        recompute_known=True,
+    )
     admission = Admission(mode, priors, tokens_per_chunk=CHUNK_TOKENS, clock=clock, uniform=lambda: 0.5)
     for _ in range(4):
         admission.copied(store=False, chunks=4, chunk_bytes=128, seconds=load.overhead_s + 512 / load.bytes_per_s)
@@ -128,6 +141,27 @@ def test_a_request_is_decided_about_once_while_it_waits():
     assert {decision.number for decision in loads(engine)} == {loads(engine)[0].number}
 
 
+def test_a_load_that_waits_longer_for_blocks_than_recomputing_takes_is_decided_about_anew():
+    engine = engine_of()
+    cold = list(engine.serve("cold", PROMPT).output_token_ids)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("holds all blocks", [number + 100 for number in range(120)], max_tokens=20)
+    request = engine.add("warm", PROMPT)
+    for _ in range(10):
+        engine.step()
+    becomes(engine, load=SLOW)
+    engine.step()
+    assert len(loads(engine)) == 1
+    assert not +engine.daemon.leases
+    engine.half._clock.now_s += 3 * (1e-3 + 41e-3) + 0.001
+    engine.run()
+    assert list(request.output_token_ids) == cold
+    assert engine.daemon.hits == 0
+    last, first = loads(engine)[0], loads(engine)[-1]
+    assert (first.reason, first.outcome) == (LoadReason.LOAD_IS_QUICKER, "")
+    assert (last.reason, last.outcome) == (LoadReason.RECOMPUTE_IS_QUICKER, "recomputed")
+
+
 def test_a_disk_that_does_not_answer_in_time_is_given_up_and_what_is_in_memory_is_loaded():
     engine = engine_of()
     cold = list(engine.serve("cold", PROMPT).output_token_ids)
@@ -182,6 +216,25 @@ def test_of_a_chain_only_the_admitted_prefix_is_stored_and_the_refused_keys_are_
     assert decision.reason == StoreReason.NOT_WORTH_IT
     assert list(decision.refused) == engine.requests["once"].block_hashes[1:10:2]
     assert not engine.daemon.granted
+
+
+def test_what_the_disk_is_not_to_have_is_said_with_the_commit_and_taken_back_when_it_is_worth_it():
+    engine = engine_of(disk_write_bytes_per_s=128 * DISK_WRITE_PRICE / 3e-3)  # 3 ms to save for each chunk written
+    engine.steps.fs = Room.FREE
+    admission = engine.half._admission
+    for i in (*range(60), *(i % 15 for i in range(150))):  # a quarter comes back, and then often
+        chain = [f"{i}.{j}".encode() for j in range(16)]
+        admission.store("r", chain, np.zeros(16, bool), chunk_bytes=128, tier_full=False)
+    engine.serve("once", PROMPT)
+    assert set(engine.steps.memory_only) == set(engine.requests["once"].block_hashes[1:10:2])
+    assert not any(engine.steps.worth_disk)
+    decision = next(each for each in reversed(engine.steps.told) if each.is_store)
+    assert (decision.reason, decision.disk_reason) == (StoreReason.WORTH_IT, StoreReason.NOT_WORTH_IT)
+    assert (decision.end_tokens, decision.disk_end_tokens, decision.disk_refused_count) == (40, 0, 5)
+    engine.steps.memory_only.clear()
+    warm(engine, "twice")
+    assert engine.steps.worth_disk[-1] == tuple(engine.requests["twice"].block_hashes[1:10:2])
+    assert engine.steps.memory_only == []
 
 
 def test_what_was_learned_goes_to_the_daemon_and_comes_from_it():

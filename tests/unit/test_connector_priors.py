@@ -34,6 +34,7 @@ def test_what_was_measured_on_this_node_counts_before_the_tables(profile: Path) 
     measured.write(profile, measured.Measured(memory, disk, 1e9))
     priors = engine_priors(vllm_config())
     assert (priors.load, priors.store, priors.disk) == (memory, memory, disk)
+    assert priors.disk_write_bytes_per_s == 1e9
 
 
 def test_a_damaged_profile_is_said_and_left_out(profile: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from kvstore import explanations
-from kvstore.decisions import Alternative, Decision
+from kvstore.costmodel import Alternative
+from kvstore.decisions import Decision
 from kvstore.explanations import Explanations
 
 NAMESPACE, TENANT = b"n" * 16, b"t" * 16
@@ -50,6 +51,20 @@ def test_a_request_is_found_by_how_its_id_begins_with_what_came_of_it() -> None:
     assert explained.decision.alternatives[0].seconds == 0.25
     assert len(known.of_request("request-", 2000)) == 2
     assert known.of_request("else", 2000) == []
+
+
+def test_what_was_kept_from_the_disk_is_counted_by_itself_and_its_key_says_so() -> None:
+    known = Explanations()
+    decision = Decision(
+        1, "request-1", True, "WORTH_IT", 1000, disk_reason="ADMISSION", disk_end_tokens=256, disk_refused_count=3
+    )
+    tell(known, decision, decision)
+    counts = {(count.kind, count.reason): (count.decisions, count.refused_chunks) for count in known.counts()}
+    assert counts == {("store", "WORTH_IT"): (1, 0), ("disk", "ADMISSION"): (1, 3)}
+    known.stored("engine", NAMESPACE, TENANT, KEY, 0, memory_only=True)
+    [fate] = known.of_key(KEY, [], lambda *_: "cpu", 0)
+    assert "not written to disk" in fate.events[1]
+    assert fate.events[2] == "in the cpu tier now"
 
 
 def test_engines_number_their_decisions_independently() -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvstore import _native
 from kvstore._native import CPU, FS, MISS, PENDING
 from kvstore.config import WritePolicy
+from kvstore.decisions import Room
 from kvstore.movement import OWN_GROUP, PROMOTIONS_MAX, WAITING_MAX, WRITING_MAX, Movement
 from kvstore.tiers.base import ChunkId, Memory, ReadDone, ReadOutcome, Released, WriteDone, WriteOutcome
 from kvstore.tiers.cpu import CpuTier
@@ -22,6 +23,8 @@ GROUP = 7
 @dataclass(frozen=True)
 class Stats:
     dropped: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = CHUNK
 
 
 @dataclass
@@ -76,19 +79,19 @@ class Tiers:
     movement: Movement
     clock: list[int]
 
-    def put(self, number: int, *, parent: int | None = None) -> tuple[int, int]:
+    def put(self, number: int, *, parent: int | None = None, memory_only: bool = False) -> tuple[int, int]:
         """As the store does after a commit."""
         [(slot, generation)] = self.cpu.index.grant(GROUP, CHUNK, 1)
         commit = (slot, generation, TENANT, key_of(number), b"" if parent is None else key_of(parent))
         assert self.cpu.index.commit(GROUP, NAMESPACE, [commit], self.clock[0]) == [_native.STORED]
-        self.movement.stored(chunk_of(number), slot, generation, CHUNK)
+        self.movement.stored(chunk_of(number), slot, generation, CHUNK, memory_only=memory_only)
         return slot, generation
 
-    def touch(self, *numbers: int) -> None:
+    def touch(self, *numbers: int, worth_disk: int = 0) -> None:
         """As the store does."""
         keys = [key_of(number) for number in numbers]
         self.cpu.index.touch(NAMESPACE, TENANT, keys, self.clock[0])
-        self.movement.touched(NAMESPACE, TENANT, keys)
+        self.movement.touched(NAMESPACE, TENANT, keys, worth_disk=worth_disk)
 
     def written(self) -> list[int]:
         return [int.from_bytes(chunk.key, "big") for chunk, _, _, _ in self.fs.writes]
@@ -304,6 +307,36 @@ def test_selective_writes_what_was_used_so_often_and_once() -> None:
     assert tiers.fs.writes == []
     assert tiers.fs.held == {chunk_of(0), chunk_of(1)}
     assert tiers.movement.dropped == 0
+
+
+def test_what_is_for_memory_only_is_written_once_a_later_use_finds_it_worth_it(tiers: Tiers) -> None:
+    tiers.put(0)
+    for number in (1, 2, 3):
+        tiers.put(number, parent=number - 1, memory_only=True)
+    assert tiers.written() == [0]
+    tiers.touch(0, 1, 2, 3)
+    assert tiers.written() == [0]
+    tiers.touch(0, 1, 2, 3, worth_disk=3)
+    assert tiers.written() == [0, 1, 2]
+    for _ in range(3):
+        tiers.fs.end_write()
+    tiers.touch(0, 1, 2, 3, worth_disk=3)
+    assert tiers.fs.writes == []
+    assert tiers.fs.held == {chunk_of(number) for number in range(3)}
+
+
+@pytest.mark.parametrize("policy", [WritePolicy.SELECTIVE, WritePolicy.WRITE_BACK])
+def test_the_other_policies_have_their_own_rule_for_what_is_written(policy: WritePolicy) -> None:
+    tiers = tiers_of(16, policy=policy, write_after_uses=3)
+    tiers.put(0, memory_only=True)
+    tiers.touch(0, worth_disk=1)
+    assert tiers.written() == []
+    assert tiers.movement.room(CHUNK) is Room.NOT_ASKED
+
+
+def test_a_disk_has_room_until_one_more_chunk_does_not_fit(tiers: Tiers) -> None:
+    assert tiers.movement.room(CHUNK) is Room.FREE
+    assert tiers.movement.room(CHUNK + 1) is Room.FULL
 
 
 def write_back_of(chunks: int) -> Tiers:

@@ -6,18 +6,25 @@ shows, and are compared with the peers' policies on the spot.
 
 import json
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvstore import simulate
+from kvstore._native import CPU, FS, MISS
 from kvstore.cli import app
+from kvstore.cli import simulate as simulate_command
 from kvstore.config import EVICTION_POLICIES, EVICTION_POLICY_DEFAULT
 from kvstore.costmodel import KVSize, RecomputeModel, TransferModel
+from kvstore.decisions import Room
 from kvstore.errors import ConfigurationError
+from kvstore.profiles import Disk
 from kvstore.simulate import Hardware, Simulation, Trace, read_trace
 from tests.unit import traces
 from tests.unit.peers import PEERS
@@ -29,6 +36,7 @@ HARDWARE = Hardware(
     kv_on_rank=KVSize(TOKEN_BYTES),
     cpu_link=TransferModel(10e6, 0.0),
     fs_link=TransferModel(2e6, 0.0),
+    disk=Disk("test", TransferModel(2.5e6, 0.0), 1e6),
     note="a thousand tokens a second, ten thousand from memory, two thousand from disk",
 )
 # Of vLLM's LRU, its ARC and its threshold of two the best one, by the size of the tier in chunks of 512 tokens.
@@ -165,14 +173,77 @@ def test_without_admission_nothing_is_stored(tmp_path: Path) -> None:
     assert (found.chunk_hit_rate, found.tiers[0].written_chunks) == (0, 0)
 
 
+def test_the_model_soon_stores_no_prompt_that_never_comes_back(tmp_path: Path) -> None:
+    once = [[10 * i + j for j in range(10)] for i in range(500)]
+    found = run(trace_of(once, tmp_path), 10_000, admission="model", fs_chunks=10_000)
+    cpu, fs = found.tiers
+    assert 320 <= cpu.written_chunks < 0.2 * len(found.trace.ids)
+    assert fs.written_chunks <= cpu.written_chunks
+
+
+def test_the_model_keeps_from_a_worn_drive_what_memory_may_have(tmp_path: Path) -> None:
+    """Chunks that come back now and then: worth a copy, but not a second of writing for each second saved."""
+    chains = [list(chain) for chain in traces.chains_of("conversations", seed=4, requests=2_000)]
+    trace = trace_of(chains, tmp_path)
+    slow = replace(HARDWARE, disk=replace(HARDWARE.disk, write_bytes_per_s=3e4))
+    dear, cheap = (run(trace, 300, admission="model", fs_chunks=3_000, hardware=each) for each in (slow, HARDWARE))
+    assert dear.tiers[1].written_chunks < 0.2 * cheap.tiers[1].written_chunks
+    assert dear.tiers[0].written_chunks > 0.8 * cheap.tiers[0].written_chunks
+    assert dear.tiers[1].hits < cheap.tiers[1].hits
+
+
+def test_the_model_loads_nothing_that_is_quicker_to_recompute(tmp_path: Path) -> None:
+    slow = replace(HARDWARE, cpu_link=TransferModel(1e5, 0.0))
+    trace = trace_of([[1, 2, 3]] * 200, tmp_path)
+    assert 0 < int(run(trace, 10, admission="model", hardware=slow).hits.sum()) < 3 * 20  # looked at now and then
+    assert run(trace, 10, admission="model").hits.tolist() == [0, *[3] * 199]
+
+
+@settings(deadline=None, max_examples=60)  # the machine may be busy
+@given(
+    st.lists(st.lists(st.sampled_from([MISS, CPU, FS]), min_size=1, max_size=30), min_size=1, max_size=60),
+    st.floats(1e4, 1e8),
+    st.floats(1e4, 1e8),
+    st.sampled_from(Room),
+)
+def test_nothing_is_admitted_with_a_hole(
+    requests: list[list[int]], link_bytes_per_s: float, disk_bytes_per_s: float, disk: Room
+) -> None:
+    link = TransferModel(link_bytes_per_s, 1e-3)
+    hardware = replace(HARDWARE, cpu_link=link, disk=Disk("some", TransferModel(disk_bytes_per_s, 1e-3), 1e6))
+    engine = simulate._Engine(hardware, 100)
+    for number, codes in enumerate(map(bytes, requests)):
+        load_end = engine.load_end(str(number), 100 * len(codes), codes)
+        assert MISS not in codes[:load_end]
+        ids = np.arange(len(codes), dtype=np.uint64)
+        end, disk_end = engine.store_ends(str(number), ids, codes, load_end, cpu_full=False, disk=disk)
+        head = next((i for i, code in enumerate(codes) if code != CPU), len(codes))
+        assert max(head, load_end) <= end <= len(codes)  # what is there is kept
+        assert 0 <= disk_end <= end
+
+
+@pytest.mark.parametrize(("cpu_chunks", "fs_chunks"), [(1_000, 10_000), (10_000, 100_000)])
+def test_with_the_model_a_drive_wears_far_less_and_saves_nearly_as_much(cpu_chunks: int, fs_chunks: int) -> None:
+    trace = shared_trace("mooncake_conversation_trace.jsonl")
+    hardware = simulate_command._hardware(None, "h100_sxm", 1, trace.tokens_per_block)
+    every, some = (
+        run(trace, cpu_chunks, fs_chunks=fs_chunks, admission=admission, hardware=hardware, drive_bytes=7.68e12)
+        for admission in ("always", "model")
+    )
+    assert some.drive_writes_per_day < 0.6 * every.drive_writes_per_day
+    assert some.seconds_saved > 0.9 * every.seconds_saved
+
+
 def test_a_chain_longer_than_the_tier_keeps_its_head(tmp_path: Path) -> None:
     found = run(trace_of([list(range(100))] * 3, tmp_path), 10)
     assert found.hits.tolist() == [0, 10, 10]
 
 
-def test_the_same_run_twice_gives_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("admission", ["always", "model"])
+def test_the_same_run_twice_gives_the_same(admission: str, tmp_path: Path) -> None:
     trace = trace_of([list(chain) for chain in traces.chains_of("conversations", seed=3, requests=2_000)], tmp_path)
-    assert (run(trace, 300).hits == run(trace, 300).hits).all()
+    first, second = (run(trace, 300, admission=admission) for _ in range(2))
+    assert (first.hits == second.hits).all()
 
 
 def test_larger_chunks_have_the_id_of_their_last_block_and_the_rest_is_dropped(tmp_path: Path) -> None:
@@ -226,7 +297,7 @@ def test_the_command_prints_one_json_document(tmp_path: Path) -> None:
         (["--cpu-bytes", "1MiB"], "--cpu-bytes 1MiB holds no chunk of 67108864 bytes"),
         (["--cpu-bytes", "lots"], "--cpu-bytes: 'lots' is not a size"),
         (["--cpu-chunks", "9", "--eviction-policy", "fifo"], "--eviction-policy is one of adaptive, lru, probation"),
-        (["--cpu-chunks", "9", "--admission", "model"], "--admission is one of always, never, not 'model'"),
+        (["--cpu-chunks", "9", "--admission", "some"], "--admission is one of always, never, model, not 'some'"),
         (["--cpu-chunks", "999999999"], "a cpu tier of 999999999 chunks cannot be simulated"),
     ],
 )

@@ -108,7 +108,7 @@ def key(name: int) -> bytes:
 
 
 def test_everything_queued_goes_in_one_message_at_the_flush(daemon: FakeDaemon, steps: Steps) -> None:
-    ticket = steps.commit(1, 2, TENANT, key(1), b"")
+    ticket = steps.commit(1, 2, TENANT, key(1), b"", memory_only=True)
     steps.abort(3, 4)
     steps.lease(5, 6)
     steps.release(7, 8, loaded=True)
@@ -122,7 +122,8 @@ def test_everything_queued_goes_in_one_message_at_the_flush(daemon: FakeDaemon, 
     request = daemon.next()
     assert steps.wait([ticket], WAIT_S) == [Outcome.STORED]
     assert (request.number, request.instance_id, request.grants_wanted, request.misses) == (1, b"i" * 16, [2], 9)
-    assert [(commit.at.slot, commit.at.generation, commit.key) for commit in request.commits] == [(1, 2, key(1))]
+    [commit] = request.commits
+    assert (commit.at.slot, commit.at.generation, commit.key, commit.memory_only) == (1, 2, key(1), True)
     assert [(at.slot, at.generation) for at in (*request.aborts, *request.leases)] == [(3, 4), (5, 6)]
     assert [(release.at.slot, release.loaded) for release in request.releases] == [(7, True)]
     assert [list(chain.keys) for chain in request.touches] == [[key(1), key(2)]]
@@ -134,12 +135,13 @@ def test_many_operations_are_split_and_a_chain_is_touched_tail_first(daemon: Fak
     keys = [key(name) for name in range(2 * OPERATIONS_PER_STEP_MAX + 1)]
     for slot in range(OPERATIONS_PER_STEP_MAX + 1):
         steps.abort(slot, 1)
-    steps.touch(TENANT, keys, again=100)
+    steps.touch(TENANT, keys, again=100, worth_disk=258)
     steps.settle(WAIT_S)
     requests = [daemon.next() for _ in range(daemon.received.qsize())]
     assert [len(request.aborts) for request in requests[:2]] == [OPERATIONS_PER_STEP_MAX, 1]
-    pieces = [(list(chain.keys), chain.again) for request in requests for chain in request.touches]
-    assert pieces == [(keys[257:], 0), (keys[1:257], 99), (keys[:1], 1)]
+    touches = [chain for request in requests for chain in request.touches]
+    assert [list(chain.keys) for chain in touches] == [keys[257:], keys[1:257], keys[:1]]
+    assert [(chain.again, chain.worth_disk) for chain in touches] == [(0, 1), (99, 256), (1, 1)]
     assert [request.number for request in requests] == list(range(1, len(requests) + 1))
 
 

@@ -25,6 +25,12 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_REJECTED_TIER_SICK: _ClassVar[Outcome]
     OUTCOME_NOT_GRANTED: _ClassVar[Outcome]
 
+class Room(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROOM_NOT_ASKED: _ClassVar[Room]
+    ROOM_FREE: _ClassVar[Room]
+    ROOM_FULL: _ClassVar[Room]
+
 class Found(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FOUND_MISS: _ClassVar[Found]
@@ -44,6 +50,9 @@ OUTCOME_REJECTED_QUOTA: Outcome
 OUTCOME_REJECTED_ADMISSION: Outcome
 OUTCOME_REJECTED_TIER_SICK: Outcome
 OUTCOME_NOT_GRANTED: Outcome
+ROOM_NOT_ASKED: Room
+ROOM_FREE: Room
+ROOM_FULL: Room
 FOUND_MISS: Found
 FOUND_CPU: Found
 FOUND_FS: Found
@@ -116,16 +125,18 @@ class SlotRef(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("at", "tenant", "key", "parent")
+    __slots__ = ("at", "tenant", "key", "parent", "memory_only")
     AT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
     at: SlotRef
     tenant: bytes
     key: bytes
     parent: bytes
-    def __init__(self, at: _Optional[_Union[SlotRef, _Mapping]] = ..., tenant: _Optional[bytes] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
+    memory_only: bool
+    def __init__(self, at: _Optional[_Union[SlotRef, _Mapping]] = ..., tenant: _Optional[bytes] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., memory_only: bool = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("at", "loaded", "promoted")
@@ -138,18 +149,20 @@ class Release(_message.Message):
     def __init__(self, at: _Optional[_Union[SlotRef, _Mapping]] = ..., loaded: bool = ..., promoted: bool = ...) -> None: ...
 
 class Chain(_message.Message):
-    __slots__ = ("tenant", "keys", "again", "kind", "unwaited")
+    __slots__ = ("tenant", "keys", "again", "kind", "worth_disk", "unwaited")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
+    WORTH_DISK_FIELD_NUMBER: _ClassVar[int]
     UNWAITED_FIELD_NUMBER: _ClassVar[int]
     tenant: bytes
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     again: int
     kind: int
+    worth_disk: int
     unwaited: bool
-    def __init__(self, tenant: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., again: _Optional[int] = ..., kind: _Optional[int] = ..., unwaited: bool = ...) -> None: ...
+    def __init__(self, tenant: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., again: _Optional[int] = ..., kind: _Optional[int] = ..., worth_disk: _Optional[int] = ..., unwaited: bool = ...) -> None: ...
 
 class Probe(_message.Message):
     __slots__ = ("engine_family", "hash_algorithm", "value")
@@ -174,7 +187,7 @@ class Alternative(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., seconds: _Optional[float] = ..., cost_s: _Optional[float] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("number", "request", "is_store", "reason", "prompt_tokens", "gpu_tokens", "cpu_tokens", "hit_tokens", "waiting", "recompute_s", "recompute_cost_s", "alternatives", "tier", "end_tokens", "refused_count", "refused", "outcome", "load_s", "saved_s", "first_token_s")
+    __slots__ = ("number", "request", "is_store", "reason", "prompt_tokens", "gpu_tokens", "cpu_tokens", "hit_tokens", "waiting", "recompute_s", "recompute_cost_s", "alternatives", "tier", "end_tokens", "refused_count", "refused", "outcome", "load_s", "saved_s", "first_token_s", "disk_reason", "disk_end_tokens", "disk_refused_count")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     IS_STORE_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +208,9 @@ class Decision(_message.Message):
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     SAVED_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    DISK_REASON_FIELD_NUMBER: _ClassVar[int]
+    DISK_END_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_REFUSED_COUNT_FIELD_NUMBER: _ClassVar[int]
     number: int
     request: str
     is_store: bool
@@ -215,7 +231,10 @@ class Decision(_message.Message):
     load_s: float
     saved_s: float
     first_token_s: float
-    def __init__(self, number: _Optional[int] = ..., request: _Optional[str] = ..., is_store: bool = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., cpu_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., recompute_s: _Optional[float] = ..., recompute_cost_s: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ..., tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., refused_count: _Optional[int] = ..., refused: _Optional[bytes] = ..., outcome: _Optional[str] = ..., load_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ...) -> None: ...
+    disk_reason: str
+    disk_end_tokens: int
+    disk_refused_count: int
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[str] = ..., is_store: bool = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., cpu_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., recompute_s: _Optional[float] = ..., recompute_cost_s: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ..., tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., refused_count: _Optional[int] = ..., refused: _Optional[bytes] = ..., outcome: _Optional[str] = ..., load_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., disk_reason: _Optional[str] = ..., disk_end_tokens: _Optional[int] = ..., disk_refused_count: _Optional[int] = ...) -> None: ...
 
 class Learned(_message.Message):
     __slots__ = ("name", "document")
@@ -280,7 +299,7 @@ class Grants(_message.Message):
     def __init__(self, slots: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., short: _Optional[_Union[Outcome, str]] = ...) -> None: ...
 
 class StepReply(_message.Message):
-    __slots__ = ("number", "grants", "outcomes", "group", "reads", "learned", "cpu_full")
+    __slots__ = ("number", "grants", "outcomes", "group", "reads", "learned", "cpu_full", "fs")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
@@ -288,6 +307,7 @@ class StepReply(_message.Message):
     READS_FIELD_NUMBER: _ClassVar[int]
     LEARNED_FIELD_NUMBER: _ClassVar[int]
     CPU_FULL_FIELD_NUMBER: _ClassVar[int]
+    FS_FIELD_NUMBER: _ClassVar[int]
     number: int
     grants: _containers.RepeatedCompositeFieldContainer[Grants]
     outcomes: _containers.RepeatedScalarFieldContainer[Outcome]
@@ -295,7 +315,8 @@ class StepReply(_message.Message):
     reads: _containers.RepeatedCompositeFieldContainer[Read]
     learned: _containers.RepeatedCompositeFieldContainer[Learned]
     cpu_full: bool
-    def __init__(self, number: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grants, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., group: _Optional[_Union[GroupState, _Mapping]] = ..., reads: _Optional[_Iterable[_Union[Read, _Mapping]]] = ..., learned: _Optional[_Iterable[_Union[Learned, _Mapping]]] = ..., cpu_full: bool = ...) -> None: ...
+    fs: Room
+    def __init__(self, number: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grants, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., group: _Optional[_Union[GroupState, _Mapping]] = ..., reads: _Optional[_Iterable[_Union[Read, _Mapping]]] = ..., learned: _Optional[_Iterable[_Union[Learned, _Mapping]]] = ..., cpu_full: bool = ..., fs: _Optional[_Union[Room, str]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace_id", "tenant", "keys")

@@ -28,24 +28,24 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from connector.observations import EngineQueue, LinkQueue
 from kvstore import costmodel
 from kvstore.calibration import Choice, Estimate, Observed, RecomputeCalibration, TransferCalibration, joint_margin
 from kvstore.costmodel import (
     DRAM_WRITE_PRICE_MIN,
-    GpuQueue,
     LoadOption,
     RecomputeModel,
     StorePrice,
     StoreReason,
     TransferModel,
     recompute_s,
+    store_and_forward,
     transfer_s,
 )
-from kvstore.decisions import Alternative, Decision
+from kvstore.decisions import Decision, Room
+from kvstore.observations import EngineQueue, LinkQueue
 from kvstore.reuse import Reuse
 
-logger = logging.getLogger("vllm.connector.admission")
+logger = logging.getLogger("vllm.kvstore.admission")  # an engine decides, and its log is where it is looked for
 
 CPU, FS = "cpu", "fs"
 KNOWN_OBSERVATIONS = 4  # of steps or reads, before a guess of them is used to decline
@@ -58,6 +58,7 @@ EXPLORE_CHUNKS = 4
 LAG_S_MIN = 1e-4
 LAG_PRIOR_S = 5e-3  # between a copy's end and the request's next step
 CHUNK_HANDLING_S = 5e-5  # of the scheduler's thread, for each chunk stored: lookup, grant, job, commit
+DISK_WRITE_PRICE = 0.05  # seconds to be saved for each second of writing: what that wears off a drive, in GPU time
 DISPLACED_SHARE = 0.5  # of a new chunk's expected value that the one to be evicted is taken to have
 DEADLINE_S_MIN = 0.05
 WINDOW = 64  # loads from a tier over which it must have given more than it took
@@ -93,6 +94,7 @@ class Priors:
     disk: TransferModel
     recompute_known: bool = False
     write_price: float = DRAM_WRITE_PRICE_MIN
+    disk_write_bytes_per_s: float = 2e9  # of one NVMe drive
     source: str = ""
 
 
@@ -125,6 +127,7 @@ class LoadVerdict:
     end_tokens: int
     wait_s: float  # for what has to come from disk, at the most
     began_s: float
+    deadline_s: float  # after it began: a load that has not been handed to the workers by then is decided about anew
     probe: bool = False  # have the disk read some of what was declined, for nobody
     copying_since_s: float | None = None
     predicted_copy_s: float = 0.0
@@ -139,10 +142,18 @@ class LoadVerdict:
 
 @dataclass(frozen=True, slots=True)
 class StoreVerdict:
-    """The chunks of a request that may be stored: those before `end_chunk` (None: all, generated ones included)."""
+    """The chunks of a request that may be stored: those before `end_chunk` (None: all, generated ones included); and
+    before which of them the disk may have them, too."""
 
     end_chunk: int | None
     reason: str
+    disk_end_chunk: int | None = None
+    disk_reason: str = ""  # "": nothing was decided about the disk
+
+    @property
+    def is_worth_disk(self) -> bool:
+        """What is in memory already and not on disk should be written there, too."""
+        return self.disk_reason == StoreReason.WORTH_IT
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +162,7 @@ class _Facts:
 
     recompute: RecomputeModel
     copy: TransferModel
+    store: TransferModel
     disk: TransferModel
     lag_s: float
     cpu_margin: float
@@ -234,6 +246,7 @@ class Admission:
         self._facts = _Facts(
             recompute.model(),
             load.model(),
+            self._transfers["store"].model(),
             disk.model(),
             self._lag.coefficients[0],
             joint_margin(recompute.estimate, load.estimate),
@@ -281,65 +294,65 @@ class Admission:
 
     def load(self, request: str, hit: Hit, wait_s_max: float) -> LoadVerdict:
         """Decide. `wait_s_max`: the longest that a request may wait for the disk, whatever pays."""
-        gpu = self.queue.seen_by(request, self.recompute_model)
+        model, now_s = self._facts.recompute, self._clock()
+        gpu = self.queue.seen_by(request, model)
         options = self._options(hit)
-        decided = costmodel.decide_load(self.recompute_model, hit.prompt_tokens, hit.gpu_tokens, options, gpu)
+        decided = costmodel.decide_load(model, hit.prompt_tokens, hit.gpu_tokens, options, gpu)
         option, reason = self._chosen(hit, options, decided)
-        wait_s = wait_s_max
-        if self.mode is Mode.MODEL and self.known and option is not None and option.tier == FS:
-            deadline_s = costmodel.load_deadline_s(self.recompute_model, hit.prompt_tokens, hit.gpu_tokens, gpu)
-            wait_s = min(wait_s_max, max(DEADLINE_S_MIN, deadline_s))
-        verdict = LoadVerdict(
-            hit,
-            self._explained(request, hit, gpu, options, decided, option, reason),
-            option.tier if option is not None else "",
-            option.end_token if option is not None else hit.gpu_tokens,
-            wait_s,
-            self._clock(),
+        tier, end_tokens = ("", hit.gpu_tokens) if option is None else (option.tier, option.end_token)
+        deadline_s = math.inf
+        if self.mode is Mode.MODEL and self.known:
+            deadline_s = max(DEADLINE_S_MIN, costmodel.load_deadline_s(decided.recompute_s, gpu))
+        wait_s = min(wait_s_max, deadline_s) if tier == FS else wait_s_max
+        decision = Decision(
+            next(self._numbers),
+            request,
+            False,
+            reason,
+            hit.prompt_tokens,
+            hit.gpu_tokens,
+            hit.cpu_end_tokens,
+            hit.end_tokens,
+            gpu.waiting_count,
+            decided.recompute_s,
+            decided.recompute_cost_s,
+            decided.alternatives,
+            tier,
+            end_tokens,
+            (hit.missing,) if hit.missing else (),
         )
-        if hit.disk_chunks and verdict.tier != FS and self.mode is Mode.MODEL and hit.disk_healthy:
+        verdict = LoadVerdict(hit, decision, tier, end_tokens, wait_s, now_s, deadline_s)
+        if hit.disk_chunks and tier != FS and self.mode is Mode.MODEL and hit.disk_healthy:
             verdict.probe = self._choices[FS].explores(
                 random=self._uniform(),
-                tier_is_idle=self._links[FS].under_way == 0 and self._clock() >= self._probe_until_s,
+                tier_is_idle=self._links[FS].under_way == 0 and now_s >= self._probe_until_s,
                 predicted_regret_s=0.0,
                 regret_s_max=0.0,
                 after=PROBE_AFTER_DECLINES,
             )
             if verdict.probe:
-                self._probe_until_s = self._clock() + PROBE_S_MAX
+                self._probe_until_s = now_s + PROBE_S_MAX
         if len(self._open) >= OPEN_MAX:
             self._open.pop(next(iter(self._open)))
         self._open[request] = verdict
-        self.tell(verdict.decision)
+        self.tell(decision)
         return verdict
 
     def _options(self, hit: Hit) -> list[LoadOption]:
         """The part in memory, and all of it where some is on disk."""
-        facts = self._facts
+        facts, cpu, fs = self._facts, self._links[CPU], self._links[FS]
         options = []
         if hit.cpu_end_tokens > hit.gpu_tokens:
-            options.append(
-                LoadOption(
-                    CPU,
-                    hit.cpu_end_tokens,
-                    _moved_s(facts.copy, hit.cpu_chunks * hit.chunk_bytes, facts.lag_s),
-                    self._links[CPU].backlog_s,
-                    self._links[CPU].under_way,
-                    self._choices[CPU].margin(facts.cpu_margin),
-                )
-            )
+            copy_s = _moved_s(facts.copy, hit.cpu_chunks * hit.chunk_bytes, facts.lag_s)
+            margin = self._choices[CPU].margin(facts.cpu_margin)
+            options.append(LoadOption(CPU, hit.cpu_end_tokens, copy_s, cpu.backlog_s, cpu.under_way, margin))
         if hit.end_tokens > hit.cpu_end_tokens:
             read_s = transfer_s(facts.disk, hit.disk_chunks * hit.chunk_bytes)
+            copy_s = _moved_s(facts.copy, hit.chunks * hit.chunk_bytes, facts.lag_s)
+            margin = self._choices[FS].margin(facts.fs_margin)
+            backlog_s = fs.backlog_s + cpu.backlog_s
             options.append(
-                LoadOption(
-                    FS,
-                    hit.end_tokens,
-                    read_s + _moved_s(facts.copy, hit.chunks * hit.chunk_bytes, facts.lag_s),
-                    self._links[FS].backlog_s + self._links[CPU].backlog_s,
-                    self._links[FS].under_way,
-                    self._choices[FS].margin(facts.fs_margin),
-                    hit.disk_healthy,
-                )
+                LoadOption(FS, hit.end_tokens, read_s + copy_s, backlog_s, fs.under_way, margin, hit.disk_healthy)
             )
         return options
 
@@ -391,46 +404,10 @@ class Admission:
         calibration = self._transfers["load" if tier == CPU else "disk"]
         return calibration.estimate.observation_count < 1
 
-    def _explained(
-        self,
-        request: str,
-        hit: Hit,
-        gpu: GpuQueue,
-        options: Sequence[LoadOption],
-        decided: costmodel.LoadDecision,
-        option: LoadOption | None,
-        reason: str,
-    ) -> Decision:
-        model = self.recompute_model
-        costs_s = {id(each): cost_s for each, cost_s in decided.option_costs_s}
-        alternatives = []
-        for each in options:
-            rest_s = recompute_s(model, min(each.end_token, hit.prompt_tokens), hit.prompt_tokens)
-            alternatives.append(
-                Alternative(
-                    each.tier,
-                    each.end_token,
-                    each.link_backlog_s + each.transfer_s + rest_s,
-                    costs_s.get(id(each), math.inf),
-                )
-            )
-        return Decision(
-            next(self._numbers),
-            request,
-            False,
-            reason,
-            hit.prompt_tokens,
-            hit.gpu_tokens,
-            hit.cpu_end_tokens,
-            hit.end_tokens,
-            gpu.waiting_count,
-            recompute_s(model, hit.gpu_tokens, hit.prompt_tokens),
-            decided.recompute_cost_s,
-            tuple(alternatives),
-            option.tier if option is not None else "",
-            option.end_token if option is not None else hit.gpu_tokens,
-            (hit.missing,) if hit.missing else (),
-        )
+    def is_overdue(self, verdict: LoadVerdict) -> bool:
+        """Its copy has not begun in time, for the engine has no blocks for it: much may have changed meanwhile. What
+        comes from disk has a deadline of its own, `wait_s`."""
+        return verdict.tier == CPU and self._clock() - verdict.began_s > verdict.deadline_s
 
     def promoting(self, chunks: int, chunk_bytes: int) -> None:
         """A request waits for chunks to be read from disk."""
@@ -465,14 +442,16 @@ class Admission:
             self._refresh()
         self._choices[CPU].observed(service_s, verdict.predicted_copy_s)
         decision = verdict.decision
-        decision.load_s = now_s - verdict.began_s
+        decision.load_s = _elapsed_s(verdict.began_s, now_s)
         decision.outcome = (
             "loaded" if loaded_chunks == verdict.chunks else f"{loaded_chunks} of {verdict.chunks} loaded"
         )
         first = verdict.hit.gpu_tokens
         end = min(verdict.end_tokens, first + loaded_chunks * self._tokens_per_chunk)
         decision.saved_s = recompute_s(self.recompute_model, first, end)
-        if decision.load_s >= 0 and self._ledgers[verdict.tier or CPU].loaded(decision.saved_s, decision.load_s):
+        # What was loaded to see how long that takes was expected to cost more than it gives.
+        ledger, asked_for = self._ledgers[verdict.tier or CPU], decision.reason != Reason.EXPLORING
+        if asked_for and ledger.loaded(decision.saved_s, decision.load_s):
             logger.warning(
                 "kvstore: the last %d loads from the %s tier took longer than recomputing would have; "
                 "`kvstore explain` shows them, and kv_load_tiers leaves a tier out for a request",
@@ -499,16 +478,25 @@ class Admission:
         if verdict is None:
             return
         decision = verdict.decision
-        decision.first_token_s = self._clock() - verdict.began_s
+        decision.first_token_s = _elapsed_s(verdict.began_s, self._clock())
         decision.outcome = decision.outcome or "recomputed"
         self.tell(decision)
 
     # -- stores -------------------------------------------------------------------------------------------------------
 
     def store(
-        self, request: str, chain: Sequence[bytes], present: NDArray[np.bool_], *, chunk_bytes: int, tier_full: bool
+        self,
+        request: str,
+        chain: Sequence[bytes],
+        present: NDArray[np.bool_],
+        *,
+        chunk_bytes: int,
+        tier_full: bool,
+        disk: Room = Room.NOT_ASKED,
+        on_disk: NDArray[np.bool_] | None = None,
     ) -> StoreVerdict:
-        """Decide for a request's whole prompt, at its first offer. `present`: which chunks of the chain are there."""
+        """Decide for a request's whole prompt, at its first offer. `present`: which chunks of the chain are in memory;
+        `on_disk`: which are known to be on disk (None: none are)."""
         if self.mode is not Mode.MODEL:
             never = self.mode is Mode.NEVER
             return StoreVerdict(0 if never else None, Reason.NEVER if never else Reason.ALWAYS)
@@ -517,9 +505,9 @@ class Admission:
         if not self.known or self._requests_stored <= STORED_UNASKED:
             verdict = StoreVerdict(None, Reason.LEARNING)
         else:
-            verdict = self.decide_store(uses, present, chunk_bytes, tier_full=tier_full)
-        first_refused = len(chain) if verdict.end_chunk is None else verdict.end_chunk
-        self._stores_lately = verdict.end_chunk is None or not bool(present[:first_refused].all())
+            verdict = self.decide_store(uses, present, chunk_bytes, tier_full=tier_full, disk=disk, on_disk=on_disk)
+        end, disk_end = (len(chain) if each is None else each for each in (verdict.end_chunk, verdict.disk_end_chunk))
+        self._stores_lately = verdict.end_chunk is None or not bool(present[:end].all())
         self.tell(
             Decision(
                 number=next(self._numbers),
@@ -528,9 +516,12 @@ class Admission:
                 reason=verdict.reason,
                 prompt_tokens=len(chain) * self._tokens_per_chunk,
                 hit_tokens=int(np.count_nonzero(present)) * self._tokens_per_chunk,
-                tier=CPU if first_refused else "",
-                end_tokens=first_refused * self._tokens_per_chunk,
-                refused=chain[first_refused:],
+                tier=CPU if end else "",
+                end_tokens=end * self._tokens_per_chunk,
+                refused=chain[end:],
+                disk_reason=verdict.disk_reason,
+                disk_end_tokens=min(end, disk_end) * self._tokens_per_chunk,
+                disk_refused_count=max(0, end - disk_end),
             )
         )
         return verdict
@@ -545,32 +536,56 @@ class Admission:
         return self._reuse.use(chain)
 
     def decide_store(
-        self, uses: NDArray[np.intp], present: NDArray[np.bool_], chunk_bytes: int, *, tier_full: bool
+        self,
+        uses: NDArray[np.intp],
+        present: NDArray[np.bool_],
+        chunk_bytes: int,
+        *,
+        tier_full: bool,
+        disk: Room = Room.NOT_ASKED,
+        on_disk: NDArray[np.bool_] | None = None,
     ) -> StoreVerdict:
         # One place more than the prompt has: whether the answer's chunks, used for the first time, pay as well.
         probabilities = self._reuse.probabilities(np.append(uses, 1))
-        held = np.append(present, False)
-        price = self._store_price(probabilities, chunk_bytes, tier_full=tier_full)
-        decided = costmodel.decide_store(
-            self.recompute_model, price, self._tokens_per_chunk, chunk_bytes, probabilities, held
+        facts, once = self._facts, float(probabilities[-1])
+        # What is evicted was most likely used once, as long ago as the tier is large.
+        first_s, further_s = costmodel.chunk_saving_s(facts.recompute, self._tokens_per_chunk)
+        displaced_s = DISPLACED_SHARE * once * (first_s + further_s * (len(probabilities) // 2))
+        price = StorePrice(
+            facts.copy,
+            facts.store.bytes_per_s,
+            self._priors.write_price,
+            (CHUNK_HANDLING_S + displaced_s * tier_full) / chunk_bytes,
         )
-        if decided.chunk_count > len(uses):
-            return StoreVerdict(None, str(decided.reason))
-        reason = decided.reason
-        if decided.chunk_count == len(uses) and bool(present.all()):
-            reason = StoreReason.PRESENT
-        return StoreVerdict(decided.chunk_count, str(reason))
+        end, reason = self._best_prefix(price, chunk_bytes, probabilities, present)
+        if disk is Room.NOT_ASKED or end == 0:
+            return StoreVerdict(end, reason)
+        price = StorePrice(
+            store_and_forward(facts.disk, facts.copy),
+            self._priors.disk_write_bytes_per_s,
+            DISK_WRITE_PRICE,
+            displaced_s * (disk is Room.FULL) / chunk_bytes,
+        )
+        there = np.zeros(len(uses), np.bool_) if on_disk is None else on_disk
+        disk_end, disk_reason = self._best_prefix(price, chunk_bytes, probabilities, there)
+        return StoreVerdict(end, reason, disk_end, disk_reason)
 
-    def _store_price(self, probabilities: NDArray[np.float64], chunk_bytes: int, *, tier_full: bool) -> StorePrice:
-        load, store = self._transfers["load"].model(), self._transfers["store"].model()
-        displaced = CHUNK_HANDLING_S / chunk_bytes  # a cost by the chunk, like what is displaced
-        if tier_full:
-            # What is evicted was most likely used once, as long ago as the tier is large.
-            middle = len(probabilities) // 2
-            saving_s = costmodel.chunk_saving_s(self.recompute_model, self._tokens_per_chunk, np.array([middle]))
-            once = float(self._reuse.probabilities(np.array([1]))[0])
-            displaced += DISPLACED_SHARE * once * max(0.0, float(saving_s[0])) / chunk_bytes
-        return StorePrice(load, store.bytes_per_s, self._priors.write_price, displaced)
+    def _best_prefix(
+        self, price: StorePrice, chunk_bytes: int, probabilities: NDArray[np.float64], present: NDArray[np.bool_]
+    ) -> tuple[int | None, str]:
+        decided = costmodel.decide_store(
+            self.recompute_model,
+            price,
+            self._tokens_per_chunk,
+            chunk_bytes,
+            probabilities,
+            np.append(present, False),
+        )
+        if decided.chunk_count > len(present):
+            return None, str(decided.reason)
+        if decided.chunk_count == len(present) and bool(present.all()):
+            return decided.chunk_count, str(StoreReason.PRESENT)
+        return decided.chunk_count, str(decided.reason)
 
     # -- what outlives the engine -------------------------------------------------------------------------------------
 
@@ -601,6 +616,11 @@ class Admission:
     def _estimates(self) -> dict[str, Estimate]:
         transfers = {name: calibration.estimate for name, calibration in self._transfers.items()}
         return {"recompute": self._recompute.estimate, "lag": self._lag, **transfers}
+
+
+def _elapsed_s(since_s: float, now_s: float) -> float:
+    """0: not known, for the clock has jumped."""
+    return now_s - since_s if 0 <= now_s - since_s < math.inf else 0.0
 
 
 def _moved_s(link: TransferModel, nbytes: int, lag_s: float) -> float:
