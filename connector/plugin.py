@@ -249,12 +249,6 @@ def _require_tp(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     if problem := tp_problem(tp_size, config.tp_lcm_size or tp_size, heads):
         raise ValueError(f"kv_connector_extra_config: {problem}")
-    if heads < tp_size:  # docs/decisions/020
-        raise ValueError(
-            "KVStoreConnector does not serve engines whose ranks hold copies of the same KV heads for now, and this "
-            f"one has tensor_parallel_size={tp_size} and {heads} KV heads{' (MLA)' if model.use_mla else ''}: "
-            f"start it with tensor_parallel_size={heads}, or without --kv-transfer-config"
-        )
 
 
 def _is_no_waiting_store(record: logging.LogRecord) -> bool:

@@ -53,13 +53,6 @@ def test_ranks_that_share_a_prefill_are_refused(role):
         build(config, role=role)
 
 
-def test_ranks_with_copies_of_the_same_heads_are_refused():
-    config = vllm_config()
-    config.parallel_config.tensor_parallel_size = 4
-    with pytest.raises(ValueError, match="tensor_parallel_size=4 and 2 KV heads: start it with tensor_parallel_size=2"):
-        build(config)
-
-
 @pytest.mark.parametrize(
     ("tp_size", "tp_lcm_size", "said"),
     [
