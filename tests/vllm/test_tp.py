@@ -1,7 +1,7 @@
 """Engines of tensor parallel size 1 and 2 on one daemon: each is served from the chunks that the other wrote.
 
-Where there are fewer KV heads than ranks, both ranks hold the same bytes: a chunk has them once, the ranks take turns to
-write, and both read.
+Where there are fewer KV heads than ranks, both ranks hold the same bytes: a chunk has them once, the ranks take turns
+to write, and both read.
 """
 
 from collections.abc import Iterator, Mapping
