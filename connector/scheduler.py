@@ -328,6 +328,7 @@ class SchedulerHalf(OffloadingManager):
         self._loading: dict[OffloadKey, int] = {}  # keys that copies to the GPU are under way for, and how many
         self._storing: dict[tuple[bytes, OffloadKey], Job] = {}  # (tenant, key) -> the store that writes it
         self._expected = [0] * len(geometry.kinds)  # by kind, sum of the rows' grants_expected
+        self._keeps_states = any(kind.offered_once for kind in geometry.kinds)
         self._kind_of_group = {kind.group_id: number for number, kind in enumerate(geometry.kinds)}
         self._grants_asked_at = -GRANTS_RETRY_S
         self._reset = False  # the cache was reset once: namespaces of before are out of reach for good
@@ -434,6 +435,8 @@ class SchedulerHalf(OffloadingManager):
     def awaits_state_slots(self, req_id: str) -> bool:
         """Whether the request should not begin yet: vLLM offers a state once, in the step that computes it, and the
         slots for it were asked for when the request arrived."""
+        if not self._keeps_states:
+            return False
         record, attached = self._records.get(req_id), self._usable()
         if record is None or attached is None or attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return False

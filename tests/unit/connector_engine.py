@@ -5,7 +5,7 @@ its block's hash, so whoever reads it can tell whether it is right: `step` check
 read, and every chunk that is committed. Weights have a version, which is in the pattern too.
 
 `windows` says which KV cache groups it has: None is full attention, a number a sliding window of so many tokens, STATE
-layers that keep a state. Pages of later groups are larger.
+layers that keep a state, DRAFT a draft model's. Pages of later groups are larger.
 """
 
 import functools
@@ -46,6 +46,7 @@ SLOT_BYTES = 4096
 POISON = 0xA5
 SEED = "0"
 STATE = 0  # for a window: only the state after the last token is ever read
+DRAFT = 1 << 20  # full attention of a draft model (EAGLE, MTP): a window that nothing is behind
 
 
 def page_bytes(kind: int) -> int:
@@ -103,8 +104,10 @@ def kv_cache_config(blocks: int, windows: Sequence[int | None] = (None,)) -> KVC
         if window == STATE:
             spec = MambaSpec(BLOCK_TOKENS, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
         else:
-            spec = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
-        groups.append(KVCacheGroupSpec([f"group.{number}.layer.{layer}" for layer in range(LAYERS)], spec))
+            full = window is None or window == DRAFT
+            spec = FullAttentionSpec(**shape) if full else SlidingWindowSpec(**shape, sliding_window=window)
+        layers = [f"group.{number}.layer.{layer}" for layer in range(LAYERS)]
+        groups.append(KVCacheGroupSpec(layers, spec, is_eagle_group=window == DRAFT))
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -178,6 +181,7 @@ class PretendEngine:
             slots=self.slots, chunk_bytes=self.chunk_bytes, instance_id=name.encode().ljust(16, b"."), **options
         )
         self.copier.arena, self.copier.slot_bytes = self.arena.ctypes.data, SLOT_BYTES
+        daemon.chains = [kind for kind, window in enumerate(self.windows) if window in (None, DRAFT)]
         daemon.on_grant = self._poison
         daemon.on_commit = self._check_commit
         self.daemon = daemon

@@ -14,7 +14,7 @@ os.environ.setdefault("PYTHONHASHSEED", "0")
 
 from connector import metrics
 from connector.scheduler import STATE_WAIT_S
-from tests.unit.connector_engine import BLOCK_TOKENS, SEED, STATE, PretendEngine
+from tests.unit.connector_engine import BLOCK_TOKENS, DRAFT, SEED, STATE, PretendEngine
 
 PROMPT = [i % 97 for i in range(44)]
 WINDOWS = (None, 8, 16)
@@ -202,3 +202,16 @@ def test_a_request_waits_for_the_slot_of_its_state_for_a_bounded_time(in_time):
     engine.steps.answered = True
     engine.run()
     assert stored_by_kind(engine) == [5, int(in_time)]
+
+
+# ---- draft models
+
+
+def test_a_draft_models_chunks_are_a_chain_and_loaded_with_the_models():
+    engine = PretendEngine(windows=(None, DRAFT), blocks=100, blocks_per_chunk=1)
+    engine.serve("cold", PROMPT, max_tokens=1)
+    chunks = len(PROMPT) // BLOCK_TOKENS
+    assert stored_by_kind(engine) == [chunks, chunks]
+    engine.scheduler.reset_prefix_cache()
+    engine.serve("warm", PROMPT, max_tokens=1)
+    assert engine.daemon.hits == engine.metric(metrics.LOADED_CHUNKS) == 2 * (chunks - 1)
