@@ -1,9 +1,9 @@
 """What does a copy plan cost, and what does cutting pages into shards cost the copy?
 
-The first rank of an engine of each tensor parallel size stores one step of 2,048 tokens in chunks that every size up to
-8 shares. Expansion is from block ids and slots to fragments; its limit is 30 us and 20 ns a fragment. Building the
-layout happens once per engine and has no limit. Bytes per second are those of the fragments through the copy threads,
-beside as many bytes in pieces of 1 MiB.
+The first rank of an engine of each tensor parallel size stores and loads one step of 2,048 tokens in chunks that every
+size up to 8 shares. Expansion is from block ids and slots to fragments, of all that the rank owns; its limit is 30 us
+and 20 ns a fragment. Building the layout happens once per engine and has no limit. Bytes per second are those of the
+fragments through the copy threads, beside as many bytes in pieces of 1 MiB the same way.
 """
 
 import statistics
@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.report import Result, main, spread
-from connector.layout import AcrossTp, ChunkLayout, LayerPages, PageMapping, PerRank, Run, slot_addresses
+from connector.layout import (
+    AcrossTp,
+    ChunkLayout,
+    Fragments,
+    LayerPages,
+    PageMapping,
+    PerRank,
+    Run,
+    slot_addresses,
+)
 from kvstore._native import Copier, class_bytes
 
 LCM = 8
@@ -96,10 +105,10 @@ def _measured(geometry: Geometry, tp: int) -> list[Result]:
         Result(title, round(value, 1), "us", round(limit, 1), ratio, spread(expanded)),
         Result(f"{name}: building the layout, once", round(statistics.median(built) * 1e3, 2), "ms", 0.0, 0.0),
     ]
-    return [*results, _copy(name, geometry, tp, blocks)]
+    return [*results, *_copies(name, geometry, tp, blocks)]
 
 
-def _copy(name: str, geometry: Geometry, tp: int, blocks: int) -> Result:
+def _copies(name: str, geometry: Geometry, tp: int, blocks: int) -> list[Result]:
     """As many whole chunks as fit the memory that this benchmark may take."""
     probe = layout_of(geometry, tp, blocks, 1 << 32)
     chunks = max(1, min(blocks // probe.blocks_per_chunk, COPY_BYTES_MAX // class_bytes(probe.chunk_bytes)))
@@ -111,32 +120,36 @@ def _copy(name: str, geometry: Geometry, tp: int, blocks: int) -> Result:
     layout = layout_of(geometry, tp, blocks, device.ctypes.data)
     ids = np.random.default_rng(0).permutation(blocks).astype(np.int32)
     addresses = np.uint64(arena.ctypes.data) + np.arange(chunks, dtype=np.uint64) * np.uint64(size)
-    plan = layout.fragments(ids, 0, addresses)
+    stored, loaded = layout.written(ids, 0, addresses), layout.fragments(ids, 0, addresses)
     copier = Copier(COPY_THREADS)
     for memory in (device, arena):
         copier.add_region(memory.ctypes.data, memory.nbytes)
-    plain = np.arange(0, plan.nbytes, PLAIN_BYTES, dtype=np.uint64)
-    plain_sizes = np.minimum(np.uint64(PLAIN_BYTES), np.uint64(plan.nbytes) - plain)
 
     def run(sources: np.ndarray, targets: np.ndarray, sizes: np.ndarray) -> None:
         copier.submit(0, sources, targets, sizes)
         assert copier.wait([0], COPY_S_MAX)
         copier.finished()
 
-    jobs: dict[str, Callable[[], None]] = {
-        "fragments": lambda: run(plan.device, plan.arena, plan.sizes),
-        "plain": lambda: run(device.ctypes.data + plain, arena.ctypes.data + plain, plain_sizes),
-    }
-    rates: dict[str, list[float]] = {key: [] for key in jobs}
-    for number in range(ROUNDS):
-        for key, job in jobs.items():
-            begin = time.perf_counter()
-            job()
-            if number:
-                rates[key].append(plan.nbytes / (time.perf_counter() - begin) / 1e9)
+    def against_plain(what: str, plan: Fragments, sources: np.ndarray, targets: np.ndarray) -> Result:
+        begins = np.arange(0, plan.nbytes, PLAIN_BYTES, dtype=np.uint64)
+        sizes = np.minimum(np.uint64(PLAIN_BYTES), np.uint64(plan.nbytes) - begins)
+        plain = (begins + sources.min(), begins + targets.min(), sizes)
+        rates: dict[str, list[float]] = {"fragments": [], "plain": []}
+        for number in range(ROUNDS):
+            for key, job in (("fragments", (sources, targets, plan.sizes)), ("plain", plain)):
+                begin = time.perf_counter()
+                run(*job)
+                if number:
+                    rates[key].append(plan.nbytes / (time.perf_counter() - begin) / 1e9)
+        mean = plan.nbytes // len(plan.sizes)
+        return Result.of(f"{name}: {what} in fragments of {mean} bytes", rates["fragments"], "GB/s", rates["plain"])
+
+    results = [
+        against_plain("store", stored, stored.device, stored.arena),
+        against_plain("load", loaded, loaded.arena, loaded.device),
+    ]
     copier.close()
-    mean = plan.nbytes // len(plan.sizes)
-    return Result.of(f"{name}: copy in fragments of {mean} bytes", rates["fragments"], "GB/s", rates["plain"])
+    return results
 
 
 def _seconds(act: Callable[[], object], rounds: int) -> list[float]:

@@ -3,6 +3,8 @@
 * 0.30 does not say where in a request a chunk lies: `end_tokens` finds it.
 * 0.30 and 0.31 have no name for the source of a cache hit, and ask no manager for it: `HOST_MEMORY` and `DISK` are
   None there.
+* From 0.32 on a state (Mamba, linear attention) is handed over for storing with the boundary that it belongs to:
+  `hands_over_states`. Before, no engine with states is served.
 * 0.30 queues a step's stores when it asks for finished jobs, later versions when the step's saving ends: vLLM's own
   code does either, and nothing of ours comes between.
 * 0.33 can have loads end within the step (`submit_load(..., expedited=True)`): `ConnectorConfig` refuses the setting.
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING
 from vllm.version import __version__
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 try:
@@ -50,6 +53,19 @@ def require_supported_version() -> None:
     problem = version_problem(__version__)
     if problem is not None:
         raise ValueError(problem)
+
+
+def hands_over_states() -> bool:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import GroupOffloadConfig
+
+    return "requires_cow_source" in GroupOffloadConfig._fields
+
+
+def offload_whole_chunks_only(scheduler: "OffloadingConnectorScheduler") -> None:
+    """vLLM would also offer what a prompt ends with within a chunk, for models with states: a chunk with bytes of
+    nobody behind its end, under a key that no row of a request has."""
+    if "supports_partial_tail" in scheduler.config._fields:
+        scheduler.config = scheduler.config._replace(supports_partial_tail=False)
 
 
 def end_tokens(

@@ -25,7 +25,7 @@ from kvstore.namespace import seed_problem
 if TYPE_CHECKING:
     import torch
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from connector.pages import PageHeads
 
@@ -260,6 +260,8 @@ def namespace_document(
             "page_of_layer": page_of_layer,
         },
     }
+    if states := _states(spec):
+        document["states"] = states
     if heads is None:
         document["parallel"] = {
             "tensor": parallel.tensor_parallel_size,
@@ -270,6 +272,19 @@ def namespace_document(
             "ranks": parallel.world_size,
         }
     return document
+
+
+def _states(spec: "KVCacheSpec") -> list[object]:
+    """What a page of Mamba or linear attention is made of, each kind once: its size alone does not tell."""
+    from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
+
+    states: list[object] = []
+    for layer in iter_layer_specs(spec):
+        if isinstance(layer, MambaSpec):
+            state = _plain({"type": layer.mamba_type, "shapes": layer.shapes, "dtypes": layer.dtypes}, "states")
+            if state not in states:
+                states.append(state)
+    return states
 
 
 def _model(model: "ModelConfig", load_config: Any) -> dict[str, object]:

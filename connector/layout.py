@@ -9,19 +9,19 @@ of two things:
   heads than ranks, MLA latents) they own the same shards: all read them, and they take turns to write, chunk by chunk.
 * `PerRank`: each rank's page is a shard, whole. Right for every engine, shared only by engines split the same way.
 
-Everything that depends only on the layout is computed once, as pieces; a job costs a few numpy operations over pieces
-and blocks. A layout is immutable, so any thread may use it.
+Everything that depends only on the layout is computed once, as pieces; of a job each is expanded for each block, in the
+native core. A layout is immutable, so any thread may use it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import count
 from math import lcm
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore._native import SLOT_ALIGNMENT
+from kvstore._native import SLOT_ALIGNMENT, expand
 
 Addresses = NDArray[np.uint64]
 
@@ -168,19 +168,11 @@ class ChunkLayout:
                 pieces.append(_Piece(device, layer.stride_bytes, at, size, part.nbytes))
             begin += blocks_per_chunk * size
         pieces = _merged(sorted(pieces, key=lambda piece: piece.arena))
-        self._device = _column(piece.device for piece in pieces)
-        self._device_strides = _column(piece.device_stride for piece in pieces)
-        self._arena = _column(piece.arena for piece in pieces)
-        self._arena_strides = _column(piece.arena_stride for piece in pieces)
-        self._sizes = _column(piece.nbytes for piece in pieces)
-        # Of blocks that follow each other on both sides; else looking for neighbours would cost as much as the rest.
-        self._blocks_may_touch = any(piece.nbytes == piece.device_stride == piece.arena_stride for piece in pieces)
-
-    def chunks_touched(self, first_block: int, block_count: int) -> int:
-        """How many chunks `block_count` consecutive blocks of a request touch when the first is its block
-        `first_block`."""
-        skipped = first_block % self.blocks_per_chunk
-        return -(-(skipped + block_count) // self.blocks_per_chunk)
+        # Copies read what lies together one after the other: short runs cost half of the speed where each begins
+        # somewhere else, wherever they are written to.
+        self._loaded = _rows(pieces)
+        by_device = sorted(pieces, key=lambda piece: piece.device)
+        self._stored, self._stored_together = _rows(by_device), _pieces_per_page(by_device)
 
     def fragments(
         self,
@@ -197,29 +189,19 @@ class ChunkLayout:
         (null blocks of a sliding window) are left out, whatever their id. ValueError for a block id outside the cache
         or another number of chunks: nothing may be copied then.
         """
-        blocks = len(block_ids)
-        if self.chunks_touched(first_block, blocks) != len(chunks) or blocks == 0:
-            raise ValueError(
-                f"{blocks} blocks from block {first_block} on, {self.blocks_per_chunk} a chunk, do not touch "
-                f"{len(chunks)} chunks"
-            )
-        in_chunks = np.arange(blocks, dtype=np.uint64) + np.uint64(first_block % self.blocks_per_chunk)
-        if wanted is not None:
-            block_ids, in_chunks = block_ids[wanted], in_chunks[wanted]
-        if len(block_ids) == 0:
-            return Fragments(*[np.empty(0, np.uint64)] * 3)
-        if int(block_ids.min()) < 0 or int(block_ids.max()) >= self.block_count:
-            raise ValueError(f"block ids {block_ids.min()} to {block_ids.max()}, but the cache has {self.block_count}")
-        chunk_of, block_in_chunk = np.divmod(in_chunks, np.uint64(self.blocks_per_chunk))
-        device = block_ids.astype(np.uint64) * self._device_strides
-        device += self._device
-        arena = block_in_chunk * self._arena_strides
-        arena += self._arena
-        arena += chunks[chunk_of.astype(np.intp)]
-        sizes = np.repeat(self._sizes.ravel(), len(block_ids))
-        if not self._blocks_may_touch:
-            return Fragments(device.ravel(), arena.ravel(), sizes)
-        return _coalesced(device.ravel(), arena.ravel(), sizes)
+        return self._expanded(self._loaded, 1, block_ids, first_block, chunks, wanted)
+
+    def _expanded(
+        self,
+        pieces: Addresses,
+        together: int,
+        block_ids: NDArray[np.integer],
+        first_block: int,
+        chunks: Addresses,
+        wanted: NDArray[np.bool_] | None,
+    ) -> Fragments:
+        first, ids = first_block % self.blocks_per_chunk, np.ascontiguousarray(block_ids, np.int64)
+        return Fragments(*expand(pieces, together, ids, self.block_count, first, self.blocks_per_chunk, chunks, wanted))
 
     def written(self, block_ids: NDArray[np.integer], first_block: int, chunks: Addresses) -> Fragments:
         """What this rank stores of whole chunks: its own bytes, where it is its turn. ValueError as above, and for
@@ -229,7 +211,7 @@ class ChunkLayout:
         mine = None
         if self._writers > 1:
             mine = np.repeat(self._turns(first_block, len(chunks)), self.blocks_per_chunk)
-        return self.fragments(block_ids, first_block, chunks, wanted=mine)
+        return self._expanded(self._stored, self._stored_together, block_ids, first_block, chunks, mine)
 
     def padded(self, first_block: int, chunks: Addresses) -> Addresses:
         """Of the chunks stored: those whose padding, from the end of the chunk on, is this rank's to fill."""
@@ -381,12 +363,14 @@ def _merged(pieces: Sequence[_Piece]) -> list[_Piece]:
     return merged
 
 
-def _column(values: Iterator[int]) -> Addresses:
-    return np.array(list(values), np.uint64)[:, None]
+def _rows(pieces: Sequence[_Piece]) -> Addresses:
+    return np.array([astuple(piece) for piece in pieces], np.uint64)
 
 
-def _coalesced(device: Addresses, arena: Addresses, sizes: Addresses) -> Fragments:
-    """Neighbours that touch on both sides become one: a short fragment costs as much to start as a long one."""
-    breaks = (device[1:] != device[:-1] + sizes[:-1]) | (arena[1:] != arena[:-1] + sizes[:-1])
-    starts = np.flatnonzero(np.concatenate(([True], breaks)))
-    return Fragments(device[starts], arena[starts], np.add.reduceat(sizes, starts))
+def _pieces_per_page(pieces: Sequence[_Piece]) -> int:
+    """How many pieces, sorted by device, lie together in a block's memory; 1 where these are not equally many."""
+    begins = [
+        i for i, piece in enumerate(pieces) if i == 0 or pieces[i - 1].device + pieces[i - 1].nbytes != piece.device
+    ]
+    counts = {end - begin for begin, end in zip(begins, [*begins[1:], len(pieces)], strict=True)}
+    return counts.pop() if len(counts) == 1 else 1

@@ -23,11 +23,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, iter_layer_specs
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, iter_layer_specs
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from connector import identity
+from connector import compat, identity
 from connector.adapters import Adapters
 from connector.config import ConnectorConfig, CopyBackend
 from connector.layout import tp_problem
@@ -53,6 +53,7 @@ class KVStoreConnector(OffloadingConnector):
         with building(self._engine):
             super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
+            compat.offload_whole_chunks_only(self.scheduler)
             _mention_failure_policy(vllm_config)
             logging.getLogger(OFFLOADING_SCHEDULER_LOG).addFilter(_is_no_waiting_store)
             assert isinstance(self.scheduler.manager, SchedulerHalf)
@@ -122,6 +123,8 @@ class KVStoreConnector(OffloadingConnector):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._scheduler_half.begin_lookup(request.request_id, num_computed_tokens)
+        if self._scheduler_half.awaits_state_slots(request.request_id):
+            return None, False  # asked again in the next step
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
@@ -210,11 +213,23 @@ def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         )
     for group in kv_cache_config.kv_cache_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
-            if not isinstance(spec, AttentionSpec):  # states (Mamba, linear attention): no engine has been run yet
+            if not isinstance(spec, AttentionSpec) and not _is_served_state(spec):
                 raise ValueError(
-                    f"KVStoreConnector serves attention KV caches for now, and this model keeps {type(spec).__name__}: "
-                    "start the engine without --kv-transfer-config"
+                    "KVStoreConnector serves attention, and states (Mamba, linear attention) where vLLM (0.32 and "
+                    f"newer) keeps them at the ends of blocks, and this model keeps {type(spec).__name__}"
+                    f"{f' (mamba_cache_mode={spec.mamba_cache_mode!r})' if isinstance(spec, MambaSpec) else ''}: start "
+                    "the engine with --enable-prefix-caching and without speculative decoding, or without "
+                    "--kv-transfer-config"
                 )
+
+
+def _is_served_state(spec: KVCacheSpec) -> bool:
+    return (
+        isinstance(spec, MambaSpec)
+        and spec.mamba_cache_mode == "align"
+        and spec.num_speculative_blocks == 0
+        and compat.hands_over_states()
+    )
 
 
 def _require_device(config: ConnectorConfig, device_type: str, *, is_cuda: bool) -> None:
@@ -245,12 +260,6 @@ def _require_tp(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     if problem := tp_problem(tp_size, config.tp_lcm_size or tp_size, heads):
         raise ValueError(f"kv_connector_extra_config: {problem}")
-    if heads < tp_size:  # docs/decisions/020
-        raise ValueError(
-            "KVStoreConnector does not serve engines whose ranks hold copies of the same KV heads for now, and this "
-            f"one has tensor_parallel_size={tp_size} and {heads} KV heads{' (MLA)' if model.use_mla else ''}: "
-            f"start it with tensor_parallel_size={heads}, or without --kv-transfer-config"
-        )
 
 
 def _is_no_waiting_store(record: logging.LogRecord) -> bool:

@@ -62,6 +62,7 @@ logger = logging.getLogger("vllm.connector.scheduler")
 HEARTBEAT_HUNG_MS = 1000.0
 LEARNED_TOLD_S = 5.0
 STORE_WAIT_S = 1.0  # how long a request's store may wait for grants; docs/decisions/002
+STATE_WAIT_S = 0.05  # how long a request may wait for a state's slot; the daemon answers within a millisecond or two
 GRANTS_RETRY_S = 0.1  # a full tier is not asked again in every step
 NOWHERE = (0, 2**64 - 1)  # a place whose generation no slot ever has: its load fails
 
@@ -83,6 +84,7 @@ class KindGeometry:
     hashes_per_chunk: int
     window_chunks: int | None = None  # so many before a boundary are all that is read there; None: every one
     boundary_chunks: int = 1  # vLLM keeps windows at a prompt's end, and every so many chunks before; 0: only there
+    offered_once: bool = False  # a state: only in the step that computes it, and not when the engine had it already
 
     @property
     def is_chain(self) -> bool:
@@ -229,6 +231,7 @@ class RequestRecord:
     gave_up: int = 0  # times that it stopped waiting for the disk
     prefetched: set[OffloadKey] = field(default_factory=set)  # keys asked for: a hit of fs, not of cpu
     store_waits_until_s: float | None = None  # None: has not waited for grants yet
+    begins_by_s: float | None = None  # as above, for the slot of a state
     tenant_of: tuple[Attached, bytes] | None = field(default=None, repr=False)
 
     @property
@@ -331,6 +334,7 @@ class SchedulerHalf(OffloadingManager):
         self._loading: dict[OffloadKey, int] = {}  # keys that copies to the GPU are under way for, and how many
         self._storing: dict[tuple[bytes, OffloadKey], Job] = {}  # (tenant, key) -> the store that writes it
         self._expected = [0] * len(geometry.kinds)  # by kind, sum of the rows' grants_expected
+        self._keeps_states = any(kind.offered_once for kind in geometry.kinds)
         self._kind_of_group = {kind.group_id: number for number, kind in enumerate(geometry.kinds)}
         self._grants_asked_at = -GRANTS_RETRY_S
         self._reset = False  # the cache was reset once: namespaces of before are out of reach for good
@@ -433,6 +437,25 @@ class SchedulerHalf(OffloadingManager):
             record.computed_tokens = computed_tokens
             for row in record.rows:
                 row.lookup_from = computed_tokens // row.geometry.tokens_per_chunk
+
+    def awaits_state_slots(self, req_id: str) -> bool:
+        """Whether the request should not begin yet: vLLM offers a state once, in the step that computes it, and the
+        slots for it were asked for when the request arrived."""
+        if not self._keeps_states:
+            return False
+        record, attached = self._records.get(req_id), self._usable()
+        if record is None or attached is None or attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+            return False
+        now = self._clock()
+        if record.begins_by_s is None:
+            record.begins_by_s = now + STATE_WAIT_S
+        return now < record.begins_by_s and any(
+            row.geometry.offered_once
+            and row.grants_expected > 0
+            and attached.steps.grants_free(row.kind) == 0
+            and attached.steps.grants_coming(row.kind) > 0
+            for row in record.rows
+        )
 
     def loadable_tokens(self, req_id: str, computed_tokens: int) -> int | None:
         """How many tokens beyond those that the engine has are admitted to be loaded, whole chunks; None: all that are
@@ -747,7 +770,11 @@ class SchedulerHalf(OffloadingManager):
         sorted_out = [self._sort_out(attached, record, row, offers) for row, offers in offered]
         # A prefix taken now is all that this request ever stores, so its slots are waited for, though not for ever.
         if any(self._lacks_grants(attached, offers) for offers in sorted_out):
-            hopeful = [offers for offers in sorted_out if self._may_bring_grants(attached, offers.row.kind)]
+            hopeful = [
+                offers
+                for offers in sorted_out
+                if not offers.row.geometry.offered_once and self._may_bring_grants(attached, offers.row.kind)
+            ]
             if any(self._lacks_grants(attached, offers) for offers in hopeful) and self._may_defer(record, attached):
                 for offers in sorted_out:
                     self._expect(offers.row, max(offers.row.grants_expected, len(offers.wanted)))

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
     iter_layer_specs,
 )
@@ -91,6 +92,14 @@ class KVStoreSpec(OffloadingSpec):
                 '"kv_connector_module_path": "connector", ...}\' and leave spec_name and spec_module_path out'
             )
         self._engine = engine
+        specs = (
+            spec for group in engine.kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)
+        )
+        if self.blocks_per_chunk > 1 and any(isinstance(spec, MambaSpec) for spec in specs):
+            raise ValueError(
+                f"kv_connector_extra_config: a chunk of {self.blocks_per_chunk} blocks, and of this model's states "
+                "(Mamba, linear attention) vLLM keeps one in a block: set blocks_per_chunk to 1"
+            )
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
@@ -154,6 +163,7 @@ class KVStoreSpec(OffloadingSpec):
             hashes_per_chunk=tokens_per_chunk // self.tokens_per_hash,
             window_chunks=None if window is None else -(-window // tokens_per_chunk),
             boundary_chunks=1 if interval is None else interval // tokens_per_chunk,
+            offered_once=isinstance(next(iter(iter_layer_specs(spec))), MambaSpec),
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> WorkerHalf:
@@ -223,6 +233,8 @@ def window_tokens(spec: KVCacheSpec) -> int | None:
             return window.sliding_window
         case ChunkedLocalAttentionSpec() as local:
             return local.attention_chunk_size
+        case MambaSpec():
+            return 1  # the state after it
     return None
 
 

@@ -50,6 +50,8 @@ class Family(enum.Enum):
     LLAMA = "Llama"
     GEMMA3 = "Gemma3"  # sliding windows mixed with full attention
     DEEPSEEK_V2 = "DeepseekV2"  # MLA
+    LFM2 = "Lfm2"  # short convolutions, which keep a state, mixed with full attention
+    QWEN3_NEXT = "Qwen3Next"  # linear attention (gated delta nets) mixed with full attention
 
 
 _OF_FAMILY: Mapping[Family, tuple[str, str, Mapping[str, object]]] = {
@@ -81,6 +83,47 @@ _OF_FAMILY: Mapping[Family, tuple[str, str, Mapping[str, object]]] = {
             "v_head_dim": 32,
             "first_k_dense_replace": 3,  # all layers: no experts
             "n_routed_experts": 2,
+        },
+    ),
+    Family.LFM2: (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 8_192,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "tie_word_embeddings": False,
+            "block_multiple_of": 64,
+            # What vLLM asks the configuration for, and transformers does not put in.
+            "conv_dim": 256,
+            "conv_dim_out": 256,
+            "block_dim": 256,
+            "block_ff_dim": 512,
+            "block_auto_adjust_ff_dim": False,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_norm_eps": 1e-5,
+        },
+    ),
+    Family.QWEN3_NEXT: (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 8_192,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "tie_word_embeddings": False,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
         },
     ),
 }

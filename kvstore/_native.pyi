@@ -39,6 +39,24 @@ COPY_KERNEL: str  # "avx512", "avx2" or "plain": what this machine's copies use
 def digest(index_key: bytes, namespace: bytes, tenant: bytes, key: bytes) -> bytes:
     """SipHash-2-4 with 128 bits of output, of namespace + tenant + key: what the table finds a chunk by."""
 
+def expand(
+    pieces: NDArray[np.uint64],
+    together: int,
+    block_ids: NDArray[np.int64],
+    block_count: int,
+    first: int,
+    blocks_per_chunk: int,
+    chunks: NDArray[np.uint64],
+    wanted: NDArray[np.bool_] | None,
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    """What lies together in device memory and in the arena: addresses there and here, and sizes.
+
+    A row of `pieces` is a device address of block 0, the stride from block to block, the same two in a chunk, and how
+    many bytes. Of each block `together` rows are taken after one another before the next block's. `block_ids[i]` is
+    block `first + i` of the chunks, whose addresses `chunks` are; those not `wanted` are left out, whatever their id.
+    ValueError for ids that are not below `block_count`, and for another number of chunks.
+    """
+
 def class_bytes(chunk_bytes: int) -> int: ...
 def slot_offset(slot: int, class_bytes: int, unit_bytes: int) -> int: ...
 def create_memfd(name: str, nbytes: int) -> int:

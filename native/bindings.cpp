@@ -20,6 +20,7 @@
 #include "copy.h"
 #include "cuda/copier.h"
 #include "digest.h"
+#include "expansion.h"
 #include "index.h"
 #include "io.h"
 #include "replay.h"
@@ -135,6 +136,45 @@ std::size_t check_equal(std::size_t one, std::size_t other, const char* what) {
                                     std::to_string(other));
     }
     return one;
+}
+
+// One row a piece, its fields in the order of `Piece`.
+using PieceArray = nb::ndarray<const std::uint64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
+static_assert(sizeof(Piece) == 5 * sizeof(std::uint64_t));
+
+nb::tuple expanded(const PieceArray& pieces, std::size_t together, const Array<std::int64_t>& block_ids,
+                   std::int64_t block_count, std::size_t first, std::size_t blocks_per_chunk,
+                   const Array<std::uint64_t>& chunks, const std::optional<Array<bool>>& wanted) {
+    const std::size_t blocks = block_ids.shape(0);
+    if (together == 0 || blocks_per_chunk == 0 || pieces.shape(0) % together != 0) {
+        throw std::invalid_argument(std::to_string(pieces.shape(0)) + " pieces, " + std::to_string(together) +
+                                    " together, in chunks of " + std::to_string(blocks_per_chunk) + " blocks");
+    }
+    if (blocks == 0 || (first + blocks - 1) / blocks_per_chunk + 1 != chunks.shape(0)) {
+        throw std::invalid_argument(std::to_string(blocks) + " blocks from block " + std::to_string(first) + " on, " +
+                                    std::to_string(blocks_per_chunk) + " a chunk, do not touch " +
+                                    std::to_string(chunks.shape(0)) + " chunks");
+    }
+    if (wanted) check_equal(blocks, wanted->shape(0), "blocks and which of them are wanted");
+    std::vector<BlockPlace> places;
+    places.reserve(blocks);
+    for (std::size_t i = 0; i < blocks; ++i) {
+        if (wanted && !wanted->data()[i]) continue;
+        const std::int64_t id = block_ids.data()[i];
+        if (id < 0 || id >= block_count) {
+            throw std::invalid_argument("block " + std::to_string(id) + ", but the cache has " +
+                                        std::to_string(block_count));
+        }
+        places.push_back({static_cast<std::uint64_t>(id), chunks.data()[(first + i) / blocks_per_chunk],
+                          (first + i) % blocks_per_chunk});
+    }
+    const std::size_t room = pieces.shape(0) * places.size();
+    std::unique_ptr<std::uint64_t[]> device(new std::uint64_t[room]), arena(new std::uint64_t[room]),
+        nbytes(new std::uint64_t[room]);
+    const std::size_t count = expand({reinterpret_cast<const Piece*>(pieces.data()), pieces.shape(0)}, together, places,
+                                     {device.get(), arena.get(), nbytes.get()});
+    return nb::make_tuple(numpy_of(std::move(device), count), numpy_of(std::move(arena), count),
+                          numpy_of(std::move(nbytes), count));
 }
 
 // ---- Table ----
@@ -653,6 +693,8 @@ NB_MODULE(_native, m) {
     m.attr("POISON") = static_cast<int>(POISON);
     m.attr("COPY_KERNEL") = copy_kernel_name();
 
+    m.def("expand", &expanded, "pieces"_a.noconvert(), "together"_a, "block_ids"_a.noconvert(), "block_count"_a,
+          "first"_a, "blocks_per_chunk"_a, "chunks"_a.noconvert(), "wanted"_a.noconvert().none());
     m.def("class_bytes", &class_bytes_of, "chunk_bytes"_a);
     m.def("slot_offset", &slot_offset, "slot"_a, "class_bytes"_a, "unit_bytes"_a);
     m.def("create_memfd", &create_memfd, "name"_a, "nbytes"_a);

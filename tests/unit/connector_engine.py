@@ -4,14 +4,14 @@ Only the forward pass, the copy threads and the daemon are pretended. A page of 
 its block's hash, so whoever reads it can tell whether it is right: `step` checks every page that a forward pass would
 read, and every chunk that is committed. Weights have a version, which is in the pattern too.
 
-`windows` says which KV cache groups it has: None is full attention, a number a sliding window of so many tokens. Pages
-of later groups are larger.
+`windows` says which KV cache groups it has: None is full attention, a number a sliding window of so many tokens, STATE
+layers that keep a state, DRAFT a draft model's. Pages of later groups are larger.
 """
 
 import functools
 import hashlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -39,6 +45,8 @@ LAYERS = 2
 SLOT_BYTES = 4096
 POISON = 0xA5
 SEED = "0"
+STATE = 0  # for a window: only the state after the last token is ever read
+DRAFT = 1 << 20  # full attention of a draft model (EAGLE, MTP): a window that nothing is behind
 
 
 def page_bytes(kind: int) -> int:
@@ -93,8 +101,13 @@ def kv_cache_config(blocks: int, windows: Sequence[int | None] = (None,)) -> KVC
     groups = []
     for number, window in enumerate(windows):
         shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-        spec = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
-        groups.append(KVCacheGroupSpec([f"group.{number}.layer.{layer}" for layer in range(LAYERS)], spec))
+        if window == STATE:
+            spec = MambaSpec(BLOCK_TOKENS, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
+        else:
+            full = window is None or window == DRAFT
+            spec = FullAttentionSpec(**shape) if full else SlidingWindowSpec(**shape, sliding_window=window)
+        layers = [f"group.{number}.layer.{layer}" for layer in range(LAYERS)]
+        groups.append(KVCacheGroupSpec(layers, spec, is_eagle_group=window == DRAFT))
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -117,6 +130,8 @@ class PretendEngine:
         self.blocks_per_chunk = blocks_per_chunk
         config = vllm_config({"blocks_per_chunk": blocks_per_chunk, **(extra or {})}, **transfer)
         config.cache_config.enable_prefix_caching = prefix_caching
+        if STATE in windows:
+            config.cache_config.mamba_cache_mode = "align"
         config.cache_config.num_gpu_blocks = blocks
         kv_config = kv_cache_config(blocks, windows)
         self.scheduler = Scheduler(
@@ -166,6 +181,7 @@ class PretendEngine:
             slots=self.slots, chunk_bytes=self.chunk_bytes, instance_id=name.encode().ljust(16, b"."), **options
         )
         self.copier.arena, self.copier.slot_bytes = self.arena.ctypes.data, SLOT_BYTES
+        daemon.chains = [kind for kind, window in enumerate(self.windows) if window in (None, DRAFT)]
         daemon.on_grant = self._poison
         daemon.on_commit = self._check_commit
         self.daemon = daemon
@@ -290,6 +306,7 @@ class PretendEngine:
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self._go_on_from_states(output, computed)
         # All writes first: a request may share blocks with one that computes them in the same step.
         for req_id, scheduled in output.num_scheduled_tokens.items():
             hashes = self.requests[req_id].block_hashes
@@ -312,10 +329,42 @@ class PretendEngine:
                         f"{req_id} would read wrong bytes: block {i} of its prompt, kind {kind}",
                     )
 
+    def _go_on_from_states(self, output, computed: Mapping[str, int]) -> None:
+        """A state is read where the last step left it and written where this one ends."""
+        for req_id in output.num_scheduled_tokens:
+            for kind, i, block in self._states(req_id, computed[req_id]):
+                assert block != 0, f"{req_id} would go on from a state that it has not: of kind {kind}, block {i}"
+                np.testing.assert_array_equal(
+                    self.memory[kind][block],
+                    self._state(req_id, computed[req_id], kind),
+                    f"{req_id} would go on from a wrong state after {computed[req_id]} tokens",
+                )
+        for req_id, scheduled in output.num_scheduled_tokens.items():
+            end = computed[req_id] + scheduled
+            for kind, _, block in self._states(req_id, end):
+                self.memory[kind][block] = self._state(req_id, end, kind)
+
+    def _states(self, req_id: str, tokens: int) -> Iterator[tuple[int, int, int]]:
+        """Where the state after so many tokens lies: kind, which block, and its place in the cache."""
+        ids = self.scheduler.kv_cache_manager.get_block_ids(req_id)
+        last = (tokens - 1) // BLOCK_TOKENS
+        yield from (
+            (kind, last, ids[kind][last]) for kind, window in enumerate(self.windows) if window == STATE and tokens
+        )
+
+    def _state(self, req_id: str, tokens: int, kind: int) -> np.ndarray:
+        hashes = self.requests[req_id].block_hashes
+        if tokens % BLOCK_TOKENS:  # of no key
+            name = f"{req_id} after {tokens} tokens".encode()
+        else:
+            name = hashes[tokens // BLOCK_TOKENS - 1]
+        return np.stack([self.page(name, layer, kind) for layer in range(LAYERS)])
+
     def _pages(self, req_id: str, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Of these blocks of a request: kind, which block, and its place in the cache."""
+        """Of these blocks of a request, those of attention: kind, which block, and its place in the cache."""
         for kind, blocks in enumerate(self.scheduler.kv_cache_manager.get_block_ids(req_id)):
-            yield from ((kind, i, blocks[i]) for i in range(first, end))
+            if self.windows[kind] != STATE:
+                yield from ((kind, i, blocks[i]) for i in range(first, end))
 
     def _sampled(self, output) -> dict[str, list[int]]:
         sampled = {}

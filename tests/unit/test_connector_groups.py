@@ -13,7 +13,8 @@ pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
 from connector import metrics
-from tests.unit.connector_engine import BLOCK_TOKENS, SEED, PretendEngine
+from connector.scheduler import STATE_WAIT_S
+from tests.unit.connector_engine import BLOCK_TOKENS, DRAFT, SEED, STATE, PretendEngine
 
 PROMPT = [i % 97 for i in range(44)]
 WINDOWS = (None, 8, 16)
@@ -150,3 +151,67 @@ def test_a_model_of_windows_only_is_stored_and_loaded():
     engine.daemon.land()
     engine.run()
     assert engine.daemon.fs_hits > 0
+
+
+# ---- states
+
+
+def engine_with_states(**options) -> PretendEngine:
+    return PretendEngine(**{"windows": (None, STATE), "blocks": 100, "blocks_per_chunk": 1, **options})
+
+
+def test_of_a_prompt_each_state_that_a_step_ends_with_is_stored_and_the_last_loaded():
+    engine = engine_with_states()
+    cold = engine.serve("cold", PROMPT, max_tokens=1)
+    chunks = len(PROMPT) // BLOCK_TOKENS
+    attention, states = stored_by_kind(engine)
+    assert (attention, states) == (chunks, 3)  # after 24 tokens, which is a step, after 40 and 44
+    engine.scheduler.reset_prefix_cache()
+    warm = engine.serve("warm", PROMPT, max_tokens=1)
+    assert list(warm.output_token_ids) == list(cold.output_token_ids)
+    assert engine.daemon.failed_loads == 0
+    assert engine.daemon.hits == engine.metric(metrics.LOADED_CHUNKS) == chunks - 1 + 1
+
+
+@pytest.mark.parametrize("position", [0, -1])
+def test_after_a_failed_load_of_a_state_or_of_what_lies_before_it_the_prompt_is_computed(position):
+    engine = engine_with_states()
+    engine.serve("cold", PROMPT, max_tokens=1)
+    engine.scheduler.reset_prefix_cache()
+    engine.copier.failures.append({position % 7})
+    assert engine.serve("warm", PROMPT, max_tokens=1).is_finished()
+    assert engine.daemon.failed_loads == 1
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_request_waits_for_the_slot_of_its_state_for_a_bounded_time(in_time):
+    engine, now = engine_with_states(), [0.0]
+    engine.half._clock = lambda: now[0]
+    engine.steps.answered = False
+    request = engine.add("r", PROMPT[:23], max_tokens=1)
+    for _ in range(2):
+        engine.step()
+        assert request.num_computed_tokens == 0
+    if in_time:
+        engine.steps.answer()
+    else:
+        now[0] += STATE_WAIT_S
+    engine.step()
+    assert request.num_computed_tokens > 0
+    engine.steps.answer()
+    engine.steps.answered = True
+    engine.run()
+    assert stored_by_kind(engine) == [5, int(in_time)]
+
+
+# ---- draft models
+
+
+def test_a_draft_models_chunks_are_a_chain_and_loaded_with_the_models():
+    engine = PretendEngine(windows=(None, DRAFT), blocks=100, blocks_per_chunk=1)
+    engine.serve("cold", PROMPT, max_tokens=1)
+    chunks = len(PROMPT) // BLOCK_TOKENS
+    assert stored_by_kind(engine) == [chunks, chunks]
+    engine.scheduler.reset_prefix_cache()
+    engine.serve("warm", PROMPT, max_tokens=1)
+    assert engine.daemon.hits == engine.metric(metrics.LOADED_CHUNKS) == 2 * (chunks - 1)

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
-from tests.unit.connector_engine import SEED, PretendEngine
+from tests.unit.connector_engine import DRAFT, SEED, STATE, PretendEngine
 
 PROMPTS = [[100 * family + i % 97 for i in range(64)] for family in range(3)]
 
@@ -24,13 +24,17 @@ class Lives(RuleBasedStateMachine):
         blocks=st.sampled_from([16, 24, 60]),
         blocks_per_chunk=st.sampled_from([1, 2, 3]),
         slots=st.sampled_from([4, 12, 64]),
-        windows=st.sampled_from([(None,), (None,), (None, 9), (None, 8, 17), (9,)]),
+        windows=st.sampled_from(
+            [(None,), (None,), (None, 9), (None, 8, 17), (9,), (None, STATE), (None, 9, STATE), (None, DRAFT)]
+        ),
         prefix_caching=st.booleans(),
         role=st.sampled_from(["kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer"]),
         prompt_only=st.booleans(),
     )
     def start(self, blocks, blocks_per_chunk, slots, windows, prefix_caching, role, prompt_only):
         os.environ["PYTHONHASHSEED"] = SEED
+        if STATE in windows:  # as the connector and vLLM demand
+            blocks_per_chunk, prefix_caching = 1, True
         self.engine = PretendEngine(
             # After a failed load such a request waits for blocks anew, and vLLM looks at nobody behind it: where all
             # blocks are held by loaded requests behind it, it waits for ever (docs/decisions/021).

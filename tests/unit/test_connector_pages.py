@@ -14,10 +14,12 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -141,6 +143,7 @@ MODELS = [
     pytest.param(Kind(FullAttentionSpec, 4, page="K, then V"), 4, 4, id="K and V apart"),
     pytest.param(Kind(FullAttentionSpec, 4, {"dtype": torch.bfloat16}), 2, 2, id="bfloat16"),
     pytest.param(Kind(SlidingWindowSpec, 4, {"sliding_window": 8}), 4, 4, id="sliding window"),
+    pytest.param(Kind(ChunkedLocalAttentionSpec, 4, {"attention_chunk_size": 8}), 4, 4, id="chunked local attention"),
     pytest.param(Kind(MLAAttentionSpec, 1, {"head_size": 576, "dtype": torch.bfloat16}), 4, 1, id="MLA in bfloat16"),
     pytest.param(Kind(MLAAttentionSpec, 1, {"head_size": 576, "dtype": torch.uint8}), 4, 1, id="MLA in FP8"),
     pytest.param(
@@ -224,3 +227,80 @@ def test_pages_that_nobody_certifies_are_kept_rank_by_rank(
     own = PER_CHUNK * len(LAYERS) * ranks[0].page_bytes
     assert [(rank.layout.range_offset, rank.layout.range_bytes) for rank in ranks] == [(0, own), (own, own)]
     assert ranks[0].layout.chunk_bytes == 2 * own
+
+
+def registered(kv_caches: dict[str, torch.Tensor], group: KVCacheGroupSpec, *, rank: int, ranks: int) -> RankPages:
+    """One rank's pages of a group, after vLLM's own registration."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=ranks,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+            world_size=ranks,
+            rank=rank,
+        ),
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 4),
+    )
+    made: list[Any] = []
+    worker = OffloadingConnectorWorker(
+        SimpleNamespace(replicated_layout=False, get_worker=made.append),
+        config,
+        KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[group]),
+    )
+    worker.register_kv_caches(kv_caches)
+    return rank_pages(
+        made[0], blocks_per_chunk=1, group=group, kv_caches=kv_caches, tp_lcm_size=ranks, rank=rank, ranks=ranks
+    )
+
+
+def test_states_lie_rank_after_rank_without_the_padding_of_their_pages() -> None:
+    """A convolution's state and a recurrent one; the page is padded to that of the attention beside it."""
+    state_bytes, stride = 3 * 5 * 4 + 2 * 4 * 6 * 4, 512
+    spec = MambaSpec(
+        block_size=64,
+        shapes=((3, 5), (2, 4, 6)),
+        dtypes=(torch.float32, torch.float32),
+        page_size_padded=stride,
+        mamba_cache_mode="align",
+    )
+    for rank in range(2):
+        memory = {name: torch.zeros(BLOCKS * stride, dtype=torch.int8) for name in LAYERS}
+        views = {name: tensor.view(BLOCKS, 1, 1, stride) for name, tensor in memory.items()}
+        pages = registered(views, KVCacheGroupSpec(LAYERS, spec), rank=rank, ranks=2)
+        assert pages.heads is None
+        own = len(LAYERS) * state_bytes
+        assert (pages.layout.range_offset, pages.layout.range_bytes, pages.layout.chunk_bytes) == (
+            rank * own,
+            own,
+            2 * own,
+        )
+        plan = pages.layout.written(np.array([3, 1]), 0, np.array([0, 4096], np.uint64))
+        assert sorted(zip(plan.arena.tolist(), plan.device.tolist(), plan.sizes.tolist(), strict=True)) == [
+            (
+                chunk + rank * own + layer * state_bytes,
+                memory[name].data_ptr() + block * stride,
+                state_bytes,
+            )
+            for chunk, block in ((0, 3), (4096, 1))
+            for layer, name in enumerate(LAYERS)
+        ]
+
+
+def test_layers_packed_into_one_run_of_each_block_are_kept_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """As vLLM packs some models: a layer's blocks are further apart than its pages are long."""
+    spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    page, stride = spec.page_size_bytes, 2 * spec.page_size_bytes
+    memory = torch.zeros(BLOCKS * stride, dtype=torch.int8)
+    elements = memory.view(torch.float32)
+    shape, strides = (BLOCKS, 2, TOKENS, 16), (stride // 4, TOKENS * 16, 16, 1)
+    views = {name: elements.as_strided(shape, strides, i * page // 4) for i, name in enumerate(LAYERS)}
+    with caplog.at_level("WARNING", logger="vllm.connector.pages"):
+        pages = registered(views, KVCacheGroupSpec(LAYERS, spec), rank=0, ranks=1)
+    assert "packs the 2 layers of a block into 1 pages" in caplog.text
+    plan = pages.layout.written(np.array([3]), 0, np.array([4096], np.uint64))
+    assert (plan.device.tolist(), plan.arena.tolist(), plan.sizes.tolist()) == (
+        [memory.data_ptr() + 3 * stride],
+        [4096],
+        [stride],
+    )

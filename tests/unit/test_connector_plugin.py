@@ -12,9 +12,10 @@ import pytest
 pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
 from connector import KVStoreConnector, metrics
 from connector.config import SPEC_MODULE_PATH, SPEC_NAME
@@ -53,13 +54,6 @@ def test_ranks_that_share_a_prefill_are_refused(role):
         build(config, role=role)
 
 
-def test_ranks_with_copies_of_the_same_heads_are_refused():
-    config = vllm_config()
-    config.parallel_config.tensor_parallel_size = 4
-    with pytest.raises(ValueError, match="tensor_parallel_size=4 and 2 KV heads: start it with tensor_parallel_size=2"):
-        build(config)
-
-
 @pytest.mark.parametrize(
     ("tp_size", "tp_lcm_size", "said"),
     [
@@ -82,6 +76,40 @@ def test_a_kind_of_kv_cache_that_nobody_here_knows_is_refused():
     groups = [*kv_cache_config(8).kv_cache_groups, KVCacheGroupSpec(["b"], Unheard(BLOCK_TOKENS))]
     with pytest.raises(ValueError, match="this model keeps Unheard"):
         build(vllm_config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+
+
+def with_states(**options) -> KVCacheConfig:
+    spec = MambaSpec(
+        BLOCK_TOKENS, shapes=((4, 8),), dtypes=(torch.float32,), **{"mamba_cache_mode": "align", **options}
+    )
+    groups = [*kv_cache_config(8).kv_cache_groups, KVCacheGroupSpec(["state"], spec)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_states_at_the_ends_of_blocks_are_served_and_ends_within_a_block_left_out():
+    connector = build(vllm_config(), with_states())
+    assert not connector.scheduler.config.supports_partial_tail
+
+
+@pytest.mark.parametrize(
+    "options", [{"mamba_cache_mode": "none"}, {"mamba_cache_mode": "all"}, {"num_speculative_blocks": 1}]
+)
+def test_states_that_lie_elsewhere_are_refused(options):
+    with pytest.raises(ValueError, match=r"this model keeps MambaSpec.*--enable-prefix-caching and without"):
+        build(vllm_config(), with_states(**options))
+
+
+def test_a_version_that_does_not_hand_states_over_is_refused_with_them(monkeypatch):
+    from connector import compat
+
+    monkeypatch.setattr(compat, "hands_over_states", lambda: False)
+    with pytest.raises(ValueError, match=r"0.32 and newer.*this model keeps MambaSpec"):
+        build(vllm_config(), with_states())
+
+
+def test_a_chunk_of_several_states_is_refused():
+    with pytest.raises(ValueError, match=r"a chunk of 2 blocks.*set blocks_per_chunk to 1"):
+        build(vllm_config({"blocks_per_chunk": 2}), with_states())
 
 
 @pytest.mark.parametrize(

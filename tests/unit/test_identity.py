@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
 from connector import identity
 from connector.pages import PageHeads
@@ -203,9 +203,14 @@ class EngineConfig:
         self.tp_lcm_size = 1
         self.tp_free = True
         self.heads = 2
+        self.state: dict[str, Any] | None = None  # of a model that keeps one
 
     def document(self) -> dict[str, object]:
-        spec = FullAttentionSpec(block_size=self.tokens_per_block, num_kv_heads=2, head_size=32, dtype=self.kv_dtype)
+        spec: KVCacheSpec
+        if self.state is None:
+            spec = FullAttentionSpec(self.tokens_per_block, num_kv_heads=2, head_size=32, dtype=self.kv_dtype)
+        else:
+            spec = MambaSpec(self.tokens_per_block, mamba_cache_mode="align", **self.state)
         kv_cache_config = KVCacheConfig(
             num_blocks=self.num_blocks,
             kv_cache_tensors=[],
@@ -294,6 +299,19 @@ def test_what_changes_the_bytes_or_the_keys_changes_the_namespace(
     before = namespace_id(engine.document())
     change(engine)
     assert namespace_id(engine.document()) != before
+
+
+def test_states_of_one_size_are_told_apart_by_what_they_are_made_of(engine: EngineConfig) -> None:
+    seen = set()
+    for shapes, dtypes in [
+        (((3, 8), (4, 4)), (torch.float16, torch.float16)),
+        (((3, 8), (4, 4)), (torch.bfloat16, torch.float16)),
+        (((8, 3), (4, 4)), (torch.float16, torch.float16)),
+        (((5, 8),), (torch.float16,)),
+    ]:
+        engine.state = {"shapes": shapes, "dtypes": dtypes}
+        seen.add(namespace_id(engine.document()))
+    assert len(seen) == 4
 
 
 def test_engines_of_two_tp_sizes_have_one_namespace_where_the_layout_is_free_of_them(engine: EngineConfig) -> None:

@@ -1,0 +1,120 @@
+"""Models that mix full attention with layers that keep a state: short convolutions, linear attention. Of a prompt vLLM
+keeps the state at the end of its last whole block; that is a chunk of its own."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from connector.testing import Engine, EngineDied, Family, random_prompt, small_model, transfer_config
+from tests.vllm.falsifying_connector import TRAP_VARIABLE
+from tests.vllm.support import HASH_SEED, MODELS, ROOT, Store, failed_load_chunks, loaded_chunks
+
+BOUNDARY = 1024  # in tokens
+PROMPT_TOKENS = BOUNDARY + 70
+VLLM_CANNOT = "CPU GDN attention requires"  # 0.32, where the processor has no instructions for bfloat16
+
+
+@dataclass(frozen=True)
+class Model:
+    family: Family
+    dtype: str
+    block_tokens: int  # which vLLM chooses, so that a state fits
+
+    @property
+    def chunks(self) -> int:
+        """Of a prompt, the state's included."""
+        return BOUNDARY // self.block_tokens + 1
+
+
+MODELS_HERE = {
+    "short convolutions": Model(Family.LFM2, "float32", 128),
+    "linear attention": Model(Family.QWEN3_NEXT, "bfloat16", 256),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS_HERE)
+def model_here(request: pytest.FixtureRequest) -> Model:
+    return MODELS_HERE[request.param]
+
+
+@pytest.fixture(scope="module")
+def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trap") / "position"
+
+
+@pytest.fixture(scope="module")
+def engine(model_here: Model, store: Store, trap: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with Engine(
+        small_model(MODELS, family=model_here.family, dtype=model_here.dtype, initializer_range=0.2),
+        tmp_path_factory.mktemp("states") / "engine.log",
+        transfer={
+            **transfer_config(store.endpoint, admission="always"),
+            "kv_connector": "FalsifyingConnector",
+            "kv_connector_module_path": "tests.vllm.falsifying_connector",
+        },
+        hash_seed=HASH_SEED,
+        arguments={"dtype": model_here.dtype, "max_model_len": 4096, "disable_log_stats": False},
+        environment={TRAP_VARIABLE: str(trap), "PYTHONPATH": str(ROOT)},
+    ) as running:
+        try:
+            running.generate(random_prompt(1, 8), max_tokens=1)
+        except EngineDied:
+            if VLLM_CANNOT not in running.log_text():
+                raise
+            pytest.skip(f"vLLM cannot run this model on this processor: {VLLM_CANNOT}")
+        yield running
+
+
+def cold_tokens(engine: Engine, store: Store, model: Model, prompt: list[int]) -> list[int]:
+    """What the engine says when nothing is loaded: a salt of its own finds nothing."""
+
+    def computed(salt: str | None) -> list[int]:
+        engine.reset_prefix_cache()  # else a state is not offered
+        return engine.generate(prompt, salt=salt).tokens
+
+    tokens = store.until_committed(engine, model.chunks, lambda: computed("cold"))
+    assert len(set(tokens)) > 4, "a model that repeats one token proves nothing"
+    assert store.until_committed(engine, model.chunks, lambda: computed(None)) == tokens
+    engine.reset_prefix_cache()
+    return tokens
+
+
+def test_a_prompt_is_served_from_the_chunks_of_its_attention_and_its_state(
+    engine: Engine, store: Store, model_here: Model
+) -> None:
+    prompt = random_prompt(60, PROMPT_TOKENS)
+    expected = cold_tokens(engine, store, model_here, prompt)
+    hits, loaded, failed = store.hits(), loaded_chunks(engine), store.failed_loads()
+    assert engine.generate(prompt).tokens == expected
+    store.wait_for_hits(hits + model_here.chunks)
+    assert loaded_chunks(engine) == loaded + model_here.chunks
+    # What follows the boundary is no part of it.
+    other = prompt[:BOUNDARY] + random_prompt(61, 60)
+    engine.reset_prefix_cache()
+    warm = engine.generate(other)
+    store.wait_for_hits(hits + 2 * model_here.chunks)
+    assert warm.tokens == engine.generate(other, salt="cold").tokens
+    assert store.failed_loads() == failed
+
+
+@pytest.mark.parametrize("position", [0, 2], ids=["state", "attention"])
+def test_a_failed_load_gives_the_right_tokens_and_the_engine_lives(
+    position: int, engine: Engine, store: Store, model_here: Model, trap: Path
+) -> None:
+    prompt = random_prompt(62 + position, PROMPT_TOKENS)
+    expected = cold_tokens(engine, store, model_here, prompt)
+    failed, failed_here = store.failed_loads(), failed_load_chunks(engine)
+    trap.write_text(str(position))
+
+    assert engine.generate(prompt, timeout_s=120).tokens == expected
+
+    assert not trap.exists(), "the load was never tried"
+    store.wait_for_failed_loads(failed + 1)
+    assert failed_load_chunks(engine) == failed_here + 1
+    # The chunk itself was never wrong.
+    engine.reset_prefix_cache()
+    loaded = loaded_chunks(engine)
+    assert engine.generate(prompt).tokens == expected
+    assert loaded_chunks(engine) == loaded + model_here.chunks
