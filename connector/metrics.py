@@ -18,3 +18,19 @@ COUNTERS = {
     REFUSED_STORES: "Chunks not stored because no slot was granted or no daemon was attached.",
     UNADMITTED_STORES: "Chunks not stored because storing them would cost more than it is likely to save.",
 }
+
+
+class Counts:
+    """Not yet told to vLLM. Zeros once, so that every series exists."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(COUNTERS, 0)
+
+    def add(self, name: str, value: int) -> None:
+        if value:
+            self._counts[name] = self._counts.get(name, 0) + value
+
+    def take(self) -> dict[str, int]:
+        """Since the last call."""
+        counts, self._counts = self._counts, {}
+        return counts

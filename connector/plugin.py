@@ -141,7 +141,7 @@ class KVStoreConnector(OffloadingConnector):
         self._reset_in_this_step = False
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, OffloadingConnectorMetadata)
-        self._scheduler_half.track(metadata)
+        self._scheduler_half.jobs.track(metadata)
         self._scheduler_half.step_began(scheduler_output)
         self._scheduler_half.flush()
         return metadata
@@ -150,7 +150,7 @@ class KVStoreConnector(OffloadingConnector):
         outcomes = connector_output.kv_connector_worker_meta
         if isinstance(outcomes, WorkerOutcomes):
             # First: the base class tells the other half of ends, but not of failures, and forgets jobs at a reset.
-            self._scheduler_half.finish(
+            self._scheduler_half.jobs.finish(
                 outcomes.completed_jobs, outcomes.failed_chunks, outcomes.copy_s, outcomes.unsettled_jobs
             )
         super().update_connector_output(connector_output)

@@ -38,7 +38,8 @@ from connector.layout import ChunkLayout
 from connector.link import Link
 from connector.pages import rank_pages
 from connector.priors import engine_priors, learning
-from connector.scheduler import Attached, Geometry, KindGeometry, Probe, Rules, SchedulerHalf
+from connector.requests import Attached, Geometry, KindGeometry, Rules
+from connector.scheduler import Probe, SchedulerHalf
 from connector.selfcheck import MEMORY_BYTES, check_device
 from connector.stages import document_of_all_stages, gather_from_all_ranks, page_bytes_of_ranks
 from connector.transfer import HostTransfer, Mapped, Region, Transfer

@@ -34,7 +34,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.layout import ChunkLayout, LayerPages
-from connector.scheduler import Attached
+from connector.requests import Attached
 from connector.transfer import HostTransfer, Mapped, Region
 from connector.worker import WorkerHalf
 from tests.unit.connector_fakes import FakeCopier, FakeDaemon, FakeLink, FakeSession, FakeSteps
@@ -227,6 +227,14 @@ class PretendEngine:
         return np.concatenate([self.page(block, layer, kind) for layer in range(LAYERS) for block in hashes])
 
     # ---- requests
+
+    def use(self, **parts: object) -> None:
+        """Another `clock`, `rules` or `admission`, wherever the scheduler half has one."""
+        half = self.half
+        for owner in (half, half.jobs, half._grants, half._loads, half._stores):
+            for name, value in parts.items():
+                if hasattr(owner, f"_{name}"):
+                    setattr(owner, f"_{name}", value)
 
     def add(
         self,

@@ -36,7 +36,8 @@ def engine_of(
     **extra: object,
 ) -> PretendEngine:
     engine = PretendEngine(extra={"prefetch_policy": "wait_complete", **extra})
-    clock = engine.half._clock = Clock()
+    clock = Clock()
+    engine.use(clock=clock)
     priors = Priors(
         recompute=GPU,
         load=load,
@@ -49,7 +50,7 @@ def engine_of(
     for _ in range(4):
         admission.copied(store=False, chunks=4, chunk_bytes=128, seconds=load.overhead_s + 512 / load.bytes_per_s)
         admission.read(chunks=4, chunk_bytes=128, seconds=disk.overhead_s + 512 / disk.bytes_per_s)
-    engine.half._admission = admission
+    engine.use(admission=admission)
     engine.half._introduced = None
     return engine
 
@@ -244,9 +245,8 @@ def test_what_was_learned_goes_to_the_daemon_and_comes_from_it():
     engine.serve("other", PROMPT[::-1])
     assert {"load", "disk"} <= set(engine.steps.learned)
     other = engine_of(load=SLOW)
-    other.half._admission = Admission(
-        Mode.MODEL, Priors(recompute=GPU, load=FAST, store=FAST, disk=FAST), tokens_per_chunk=CHUNK_TOKENS
-    )
+    priors = Priors(recompute=GPU, load=FAST, store=FAST, disk=FAST)
+    other.use(admission=Admission(Mode.MODEL, priors, tokens_per_chunk=CHUNK_TOKENS))
     other.steps.learned_there = dict(engine.steps.learned)
     other.serve("cold", PROMPT)
     assert other.half._admission.documents().keys() <= {"recompute", "store"}

@@ -108,7 +108,7 @@ def test_only_chains_name_parents_and_are_touched_whole():
 def test_where_slots_are_few_a_chain_keeps_its_head():
     engine = mixed_engine(slots=6)
     now = [0.0]
-    engine.half._clock = lambda: now[0]
+    engine.use(clock=lambda: now[0])
 
     def later(step=engine.step):
         now[0] += 0.5
@@ -186,7 +186,7 @@ def test_after_a_failed_load_of_a_state_or_of_what_lies_before_it_the_prompt_is_
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_request_waits_for_the_slot_of_its_state_for_a_bounded_time(in_time):
     engine, now = engine_with_states(), [0.0]
-    engine.half._clock = lambda: now[0]
+    engine.use(clock=lambda: now[0])
     engine.steps.answered = False
     request = engine.add("r", PROMPT[:23], max_tokens=1)
     for _ in range(2):

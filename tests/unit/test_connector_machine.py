@@ -144,10 +144,10 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def the_job_table_is_sound(self):
         half = self.engine.half
-        assert not half._prepared
-        for job in half._jobs.values():
+        assert not half.jobs._prepared
+        for job in half.jobs.running.values():
             assert 0 < job.ranks_pending <= 1
-        for kind, expected in enumerate(half._expected):
+        for kind, expected in enumerate(half._grants._expected):
             assert expected == sum(record.rows[kind].grants_expected for record in half._records.values())
             assert expected >= 0
 
@@ -161,10 +161,10 @@ class Lives(RuleBasedStateMachine):
             engine.steps.answer()
         engine.run()
         half = engine.half
-        assert not half._jobs
-        assert not half._storing
+        assert not half.jobs.running
+        assert not half.jobs._storing
         assert not half._records
-        assert not any(half._expected)
+        assert not any(half._grants._expected)
         for request in engine.requests.values():
             assert request.is_finished()
         if engine.daemon is not None:

@@ -26,7 +26,8 @@ class Clock:
 
 def engine_of(**extra: object) -> tuple[PretendEngine, Clock]:
     engine = PretendEngine(extra=extra)
-    clock = engine.half._clock = Clock()
+    clock = Clock()
+    engine.use(clock=clock)
     return engine, clock
 
 

@@ -14,7 +14,8 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from connector import metrics
-from connector.scheduler import STORE_WAIT_S
+from connector.requests import Rules
+from connector.stores import STORE_WAIT_S
 from tests.unit.connector_engine import BLOCK_TOKENS, PretendEngine
 
 PROMPT = list(range(41))  # 10 full blocks: 5 chunks of 2
@@ -90,13 +91,9 @@ def test_only_what_the_engine_lacks_is_loaded(engine):
 def test_a_load_may_begin_in_the_middle_of_a_chunk(engine):
     engine.serve("cold", PROMPT)
     empty_own_cache(engine)
-    engine.half._rules = type(engine.half._rules)(
-        loads=False, stores=False, stores_answers=False, require_cache_salt=False
-    )
+    engine.use(rules=Rules(loads=False, stores=False, stores_answers=False, require_cache_salt=False))
     engine.serve("odd", PROMPT[:13], max_tokens=1)  # 3 blocks: a chunk and a half
-    engine.half._rules = type(engine.half._rules)(
-        loads=True, stores=True, stores_answers=True, require_cache_salt=False
-    )
+    engine.use(rules=Rules(loads=True, stores=True, stores_answers=True, require_cache_salt=False))
     engine.serve("long", PROMPT)
     assert engine.daemon.hits == 4
 
@@ -138,7 +135,7 @@ def test_one_request_is_one_use_of_each_chunk_however_often_the_daemon_hears_of_
 def test_an_engine_that_only_loads_uses_what_it_loads(engine):
     cold = engine.serve("cold", PROMPT)
     engine.daemon.used.clear()
-    engine.half._rules = replace(engine.half._rules, stores=False)
+    engine.use(rules=replace(engine.half._rules, stores=False))
     warm(engine, "warm")
     assert engine.daemon.hits == 5
     assert [engine.daemon.used[key] for key in prompt_keys(cold)] == [1] * 5
@@ -295,7 +292,7 @@ def test_a_store_that_fails_is_aborted_and_so_is_the_rest_of_its_chain(engine):
 
 def test_a_chunk_with_a_block_that_nobody_wrote_is_never_committed(engine):
     engine.add("cold", PROMPT)
-    half, track = engine.half, engine.half.track
+    jobs, track = engine.half.jobs, engine.half.jobs.track
 
     def with_a_hole(metadata):
         for transfer in metadata.store_jobs.values():
@@ -305,7 +302,7 @@ def test_a_chunk_with_a_block_that_nobody_wrote_is_never_committed(engine):
             )
         track(metadata)
 
-    half.track = with_a_hole
+    jobs.track = with_a_hole
     engine.run()
     assert not engine.daemon.stored
     assert sorted(engine.daemon.granted) == sorted(slot for slot, _ in engine.steps.free)
@@ -344,14 +341,14 @@ def test_with_fewer_slots_than_chunks_the_head_of_the_chain_is_stored_and_the_ne
     assert stored_keys(engine) == cold.block_hashes[1:6:2]
     assert engine.metric(metrics.REFUSED_STORES) > 0
     engine.daemon.free += taken
-    engine.half._clock = lambda: float("inf")  # long after the tier was full
+    engine.use(clock=lambda: float("inf"))  # long after the tier was full
     again = engine.serve("again", PROMPT)
     assert stored_keys(engine) == again.block_hashes[1:10:2]
 
 
 def test_a_store_waits_for_slots_for_a_bounded_time_and_never_when_the_request_has_ended(engine):
     now = [100.0]
-    engine.half._clock = lambda: now[0]
+    engine.use(clock=lambda: now[0])
     engine.steps.answered = False
     offers = []
     prepare = engine.half.prepare_store
@@ -377,7 +374,7 @@ def test_a_store_that_waits_for_slots_is_no_warning(engine, caplog):
         engine.steps.answered = False
         engine.add("cold", PROMPT)
         engine.step()
-    assert not engine.half._jobs
+    assert not engine.half.jobs.running
     assert [record.getMessage() for record in caplog.records] == ["Request cold: something else"]
 
 
@@ -385,7 +382,7 @@ def test_slots_that_arrive_while_the_store_waits_are_used(engine):
     engine.steps.answered = False
     engine.add("cold", PROMPT)
     engine.step()
-    assert not engine.half._jobs
+    assert not engine.half.jobs.running
     engine.steps.answered = True
     engine.steps.answer()
     engine.run()
@@ -411,7 +408,7 @@ def test_room_for_a_chain_is_not_made_of_its_own_end(engine):
 def test_a_full_tier_is_not_asked_in_every_step():
     now = [100.0]
     engine = PretendEngine(slots=0)
-    engine.half._clock = lambda: now[0]
+    engine.use(clock=lambda: now[0])
     asked = []
     want = engine.steps.want_grants
     engine.steps.want_grants = lambda count, **named: (asked.append(count), want(count, **named))
@@ -436,7 +433,7 @@ def test_a_store_waits_for_a_daemon_that_was_held_up_for_a_moment(engine):
     engine.add("cold", PROMPT)
     engine.daemon.heartbeat_age_ms = 400.0
     engine.step()
-    assert not engine.half._jobs
+    assert not engine.half.jobs.running
     engine.daemon.heartbeat_age_ms = 0.0
     engine.run()
     assert len(engine.daemon.stored) == 5
@@ -452,7 +449,7 @@ def test_after_a_reset_nothing_of_before_is_loaded_and_running_stores_end_as_abo
     engine.step()
     assert engine.copier.queued
     engine.change_weights()
-    assert engine.half._jobs  # still with the workers, which still write
+    assert engine.half.jobs.running  # still with the workers, which still write
     assert engine.connector.has_pending_push_work()
     engine.run()
     engine.serve("again", PROMPT)
@@ -489,7 +486,7 @@ def test_two_resets_without_a_step_between_them_are_one(engine):
     engine.change_weights()
     engine.change_weights()
     engine.run()
-    assert not engine.half._jobs
+    assert not engine.half.jobs.running
 
 
 def test_a_request_id_may_come_again(engine):
@@ -576,5 +573,5 @@ def test_a_chunk_whose_tokens_were_changed_after_its_key_was_noted_is_not_stored
     engine.daemon.on_commit = lambda _kind, _slot, key: stored_before.append(key)
     engine.step()
     engine.half.prepare_store = prepare
-    job = next(iter(engine.half._jobs.values()))
+    job = next(iter(engine.half.jobs.running.values()))
     assert len(job.keys) == 2  # of the three that the step computed

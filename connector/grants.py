@@ -1,0 +1,81 @@
+"""Slots for chunks that are about to be stored: how many the requests here are likely to write, asked for ahead.
+
+The daemon bounds what an engine holds at once; what it is asked for stays within that bound.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from connector.jobs import Job
+from connector.requests import Attached, Geometry, RequestRecord, Row
+from kvstore._native import class_bytes
+from kvstore.limits import HEARTBEAT_STALE_MS, grants_left
+from kvstore.steps import Outcome
+
+GRANTS_RETRY_S = 0.1  # a full tier is not asked again in every step
+_FULL = (Outcome.REJECTED_TIER_FULL, Outcome.REJECTED_QUOTA, Outcome.REJECTED_TIER_SICK)
+
+
+class Grants:
+    def __init__(self, geometry: Geometry, running: Mapping[int, Job], clock: Callable[[], float]) -> None:
+        """`running`: the jobs that are with the workers."""
+        self._running = running
+        self._clock = clock
+        self._expected = [0] * len(geometry.kinds)  # by kind, sum of the rows' grants_expected
+        self._asked_at = -GRANTS_RETRY_S
+
+    def expect(self, row: Row, grants: int) -> None:
+        self._expected[row.kind] += grants - row.grants_expected
+        row.grants_expected = grants
+
+    def take(self, attached: Attached, count: int, kind: int) -> list[tuple[int, int]]:
+        if count == 0 or attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+            return []  # a daemon that does not run could not be told that the store ended
+        return attached.steps.take_grants(count, kind=kind)
+
+    def lacks(self, attached: Attached, kind: int, wanted: int) -> bool:
+        enough = min(wanted, self._most(attached, kind))
+        slow = attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS
+        return wanted > 0 and (attached.steps.grants_free(kind) < enough or slow)
+
+    def may_come(self, attached: Attached, kind: int) -> bool:
+        """A daemon that has no more to give will not have more next step."""
+        return attached.steps.grants_coming(kind) > 0 or attached.steps.grants_short(kind) not in _FULL
+
+    def fetch(self, attached: Attached, records: Iterable[RequestRecord]) -> None:
+        """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
+        steps = attached.steps
+        there = [steps.grants_free(kind) + steps.grants_coming(kind) for kind in range(len(self._expected))]
+        # A step of the engine may take longer than a slot may lie idle; what is too much may still go back.
+        steps.keep_grants(keep=any(0 < expected >= got for got, expected in zip(there, self._expected, strict=True)))
+        if all(got >= expected for got, expected in zip(there, self._expected, strict=True)):
+            return  # as in most steps; the bounds below take longer than all the rest
+        if attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+            return
+        now = self._clock()
+        soon = now - self._asked_at < GRANTS_RETRY_S
+        growing: set[tuple[int, int]] | None = None
+        for kind, (got, expected) in enumerate(zip(there, self._expected, strict=True)):
+            if got >= expected or (soon and steps.grants_short(kind) in _FULL):
+                continue
+            count = min(expected, self._most(attached, kind) - self._writing(attached, kind)) - got
+            if count > 0:
+                if growing is None:
+                    rows = (row for record in records for row in record.rows)
+                    growing = {row.tail for row in rows if row.grants_expected and row.tail}
+                self._asked_at = now
+                steps.want_grants(count, kind=kind, tails=growing)
+
+    def _most(self, attached: Attached, kind: int) -> int:
+        """How many slots of a kind the daemon lets this engine hold at once, those being written included."""
+        sizes = [class_bytes(each.chunk_bytes) for each in attached.steps.group.kinds]
+        others = sum(
+            (attached.steps.grants_free(other) + attached.steps.grants_coming(other) + self._writing(attached, other))
+            * size
+            for other, size in enumerate(sizes)
+            if other != kind
+        )
+        return grants_left(attached.session.table.arena_bytes, sizes[kind], held=0, held_bytes=others)
+
+    def _writing(self, attached: Attached, kind: int) -> int:
+        jobs = (job for job in self._running.values() if job.is_store and job.attached is attached)
+        return sum(job.spec.counts[kind] for job in jobs)
