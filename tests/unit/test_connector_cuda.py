@@ -1,7 +1,9 @@
 """What the connector adds to the copier for CUDA, on a fake device: pinning in the background, the way that fragments
 go, the check before first use, and what becomes of slots that a lost device may still write."""
 
+import itertools
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +12,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from typer.testing import CliRunner
 
-from connector import spec
+from connector import priors, spec
 from connector.config import ConnectorConfig, CopyBackend
 from connector.cuda import LOAD_KERNEL_BYTES, CudaTransfer, open_copier
 from connector.layout import ChunkLayout, LayerPages
@@ -19,7 +22,11 @@ from connector.messages import WorkerOutcomes
 from connector.pinning import Pinning, _cpu_list
 from connector.selfcheck import MEMORY_BYTES, DeviceCopiesWrongly, check_device
 from connector.transfer import HostTransfer, Region
-from tests.unit.connector_engine import PretendEngine
+from kvstore.cli import app, calibrate
+from kvstore.device_bandwidth import measure_device
+from kvstore.profiles import measured
+from kvstore.profiles.measured import Device, Direction, Rate, Way
+from tests.unit.connector_engine import PretendEngine, vllm_config
 from tests.unit.fake_cuda import ILLEGAL_ADDRESS, FakeDevice, Fault
 from tests.unit.native_store import INSTANCE, KIB, native_store
 
@@ -137,21 +144,46 @@ def test_processors_are_read_as_the_kernel_writes_them():
 )
 def test_small_fragments_of_loads_go_by_the_kernel(device, store, backend, nbytes, count, is_load, by_kernel):
     copier = open_on(device, backend, background=False)
+    assert goes_by_kernel(copier, device, store, nbytes, count, is_load=is_load) == by_kernel
+    copier.close()
+
+
+def goes_by_kernel(copier, device, store, nbytes, count, *, is_load):
+    """Whether all of so many fragments do, and not all by the copy engines."""
     memory = device.add_memory(np.zeros(ARENA, np.uint8))
     copier.add_memory(memory.ctypes.data, memory.nbytes)
     copier.map_arena(store.arena, None, pin=True)
     while copier.pin_next(store.arena.address) == "piece":
         pass
-    begins = (np.arange(count) * 45_000).astype(np.uint64)
+    begins = (np.arange(count) * (ARENA // count)).astype(np.uint64)
     ends = (begins + np.uint64(store.arena.address), begins + np.uint64(memory.ctypes.data))
     sources, destinations = ends if is_load else ends[::-1]
+    before = copier.counts
     copier.submit(
         1, sources, destinations, np.full(count, nbytes, np.uint64),
         is_load=is_load, compute_stream=0, blocks=np.empty(0, np.int64),
     )  # fmt: skip
     assert copier.wait([1], WAIT_S)
-    total = count * nbytes
-    assert copier.counts == ((0, total, 0) if by_kernel else (total, 0, 0))
+    assert [ended.failed for ended in copier.finished()] == [[]]
+    copier.unmap_arena(store.arena.address)
+    engine_bytes, kernel_bytes, pageable_bytes = np.subtract(copier.counts, before).tolist()
+    assert (min(engine_bytes, kernel_bytes), max(engine_bytes, kernel_bytes), pageable_bytes) == (0, count * nbytes, 0)
+    return kernel_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "is_load", "by_kernel"),
+    [(8191, True, True), (8192, True, False), (2047, False, True), (2048, False, False)],
+)
+def test_with_a_profile_it_says_which_fragments_go_by_the_kernel(device, store, nbytes, is_load, by_kernel):
+    rates = [
+        Rate(way, direction, size, speed)
+        for direction, sizes in ((Direction.LOAD, (2048, 8192)), (Direction.STORE, (1024, 2048)))
+        for size, engine in zip(sizes, (1.0, 3.0), strict=True)
+        for way, speed in ((Way.COPY_ENGINE, engine), (Way.KERNEL, 2.0))
+    ]
+    copier = open_on(device, profile=Device("fake device", 0.0, tuple(rates)), background=False)
+    assert goes_by_kernel(copier, device, store, nbytes, 16, is_load=is_load) == by_kernel
     copier.close()
 
 
@@ -213,9 +245,14 @@ def test_on_the_cpu_platform_host_threads_copy():
     transfer.close()
 
 
-def test_on_cuda_the_device_is_checked_and_it_is_said_that_no_gpu_did_this_before(monkeypatch, device, memory, caplog):
-    page = device.add_memory(np.zeros(4096, np.uint8))
-    monkeypatch.setattr(spec, "current_platform", SimpleNamespace(device_type="cuda"))
+@pytest.fixture
+def on_cuda(monkeypatch, device, memory, tmp_path):
+    """spec.py finds the fake device, and a profile where KVSTORE_PROFILE says."""
+    path = tmp_path / "profile.json"
+    monkeypatch.setenv("KVSTORE_PROFILE", str(path))
+    monkeypatch.setattr(
+        spec, "current_platform", SimpleNamespace(device_type="cuda", get_device_name=lambda _number=0: "fake device")
+    )
     monkeypatch.setattr(spec, "torch", SimpleNamespace(
         cuda=SimpleNamespace(
             current_device=lambda: 0, current_stream=lambda: SimpleNamespace(cuda_stream=0)
@@ -223,6 +260,12 @@ def test_on_cuda_the_device_is_checked_and_it_is_said_that_no_gpu_did_this_befor
         device=torch.device, uint8=torch.uint8, zeros=lambda *_, **__: memory,
     ))  # fmt: skip
     monkeypatch.setattr(spec, "open_copier", lambda _number, backend, **more: open_on(device, backend, **more))
+    return path
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_on_cuda_the_device_is_checked_and_it_is_said_that_no_gpu_did_this_before(device, caplog):
+    page = device.add_memory(np.zeros(4096, np.uint8))
     raw = {"endpoint": "unix:///x", "untried_cuda": True, "copy_in_flight_bytes": 8 << 20}
     with device.running():
         transfer = spec._transfer(ConnectorConfig.parse(raw), [layout()], [Region(page.ctypes.data, page.nbytes)])
@@ -231,6 +274,41 @@ def test_on_cuda_the_device_is_checked_and_it_is_said_that_no_gpu_did_this_befor
     assert "no GPU had run" in caplog.text
     assert "fake device, compute capability 10.3, driver for CUDA 13.0, copy_backend=auto" in caplog.text
     assert device.alive() == {}
+
+
+def test_auto_and_the_priors_start_from_what_calibrate_measured(on_cuda, device, store, monkeypatch):
+    sizes = (2 << 10, 16 << 10, 64 << 10)
+
+    def open_fake(way, **_):
+        return open_on(device, CopyBackend.KERNEL if way is Way.KERNEL else CopyBackend.COPY_ENGINE)
+
+    monkeypatch.setattr(calibrate, "COPY_BYTES", 8 << 20)
+    monkeypatch.setattr(calibrate, "open_device", open_fake)
+    monkeypatch.setattr(
+        calibrate, "measure_device", partial(measure_device, fragment_bytes=sizes, total_bytes=1 << 20, rounds=1)
+    )
+    monkeypatch.setattr(priors, "current_platform", spec.current_platform)
+    page = device.add_memory(np.zeros(4096, np.uint8))
+    with device.running():
+        result = CliRunner().invoke(app, ["calibrate", "--output", str(on_cuda)])
+        assert result.exit_code == 0, result.output
+        found = measured.read(on_cuda).device
+        transfer = spec._transfer(
+            ConnectorConfig.parse({"endpoint": "unix:///x", "untried_cuda": True}),
+            [layout()], [Region(page.ctypes.data, page.nbytes)],
+        )  # fmt: skip
+        speeds = {(rate.way, rate.direction, rate.fragment_bytes): rate.bytes_per_s for rate in found.rates}
+        for direction, nbytes in itertools.product((Direction.LOAD, Direction.STORE), sizes):
+            is_load = direction is Direction.LOAD
+            by_kernel = goes_by_kernel(transfer._copier, device, store, nbytes, 16, is_load=is_load)
+            assert by_kernel == (nbytes < found.kernel_pays_below(direction))
+            if not by_kernel:
+                assert speeds[Way.COPY_ENGINE, direction, nbytes] >= speeds[Way.KERNEL, direction, nbytes]
+        transfer.close()
+    started = priors.engine_priors(vllm_config(), sizes[1])
+    assert (started.load, started.store) == tuple(
+        found.link(direction, sizes[1]) for direction in (Direction.LOAD, Direction.STORE)
+    )
 
 
 def test_unmapping_unpins_after_the_last_copy(device, store):
