@@ -111,6 +111,12 @@ class CudaTransfer(Transfer):
             if not self._closed:
                 self._copier.unmap_arena(mapped.arena.address)
 
+    def suspend(self) -> None:
+        self._copier.suspend()
+
+    def resume(self) -> None:
+        self._copier.resume()
+
     def close(self) -> None:
         atexit.unregister(self.close)
         with self._unmapping:

@@ -1,8 +1,11 @@
 """What the connector adds to the copier for CUDA, on a fake device: pinning in the background, the way that fragments
 go, the check before first use, and what becomes of slots that a lost device may still write."""
 
+import inspect
 import itertools
 import logging
+import os
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,20 +16,25 @@ pytest.importorskip("vllm")
 
 import torch
 from typer.testing import CliRunner
+from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from connector import priors, spec
+from connector import compat, pinning, priors, spec
 from connector.config import ConnectorConfig, CopyBackend
 from connector.cuda import LOAD_KERNEL_BYTES, CudaTransfer, open_copier
 from connector.layout import ChunkLayout, LayerPages
-from connector.messages import WorkerOutcomes
-from connector.pinning import Pinning, _cpu_list
+from connector.messages import ChunkSpec, WorkerOutcomes
+from connector.pinning import Pinning
+from connector.plugin import KVStoreConnector
 from connector.selfcheck import MEMORY_BYTES, DeviceCopiesWrongly, check_device
-from connector.transfer import HostTransfer, Region
+from connector.transfer import HostTransfer, KindBlocks, Region
+from connector.worker import WorkerHalf
 from kvstore.cli import app, calibrate
 from kvstore.device_bandwidth import measure_device
 from kvstore.profiles import measured
 from kvstore.profiles.measured import Device, Direction, Rate, Way
 from tests.unit.connector_engine import PretendEngine, vllm_config
+from tests.unit.connector_fakes import FakeLink
 from tests.unit.fake_cuda import ILLEGAL_ADDRESS, FakeDevice, Fault
 from tests.unit.native_store import INSTANCE, KIB, native_store
 
@@ -121,10 +129,22 @@ def test_a_thread_that_fails_leaves_the_slower_way(device, store, caplog):
     copier.close()
 
 
-def test_processors_are_read_as_the_kernel_writes_them():
-    assert _cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    with pytest.raises(ValueError, match="invalid literal"):
-        _cpu_list("\n")
+def test_the_thread_keeps_to_the_processors_next_to_the_device(monkeypatch, tmp_path):
+    one = min(os.sched_getaffinity(0))
+    (tmp_path / "node3").mkdir()
+    (tmp_path / "node3/cpulist").write_text(f"{one},100000-100003\n")
+    monkeypatch.setattr(pinning, "NODES", tmp_path)
+    found = []
+
+    def look(node):
+        pinning._stay_near(node)
+        found.append(os.sched_getaffinity(0))
+
+    for node in (3, -1):  # -1: the driver does not know
+        thread = threading.Thread(target=look, args=(node,))
+        thread.start()
+        thread.join()
+    assert found == [{one}, os.sched_getaffinity(0)]
 
 
 # ---- the way that fragments go
@@ -324,6 +344,114 @@ def test_unmapping_unpins_after_the_last_copy(device, store):
     transfer.close()
     transfer.close()
     assert device.alive() == {}
+
+
+# ---- sleep
+
+
+class FakeAllocator:
+    """Takes a page away and brings it back, as vLLM's does to the KV cache of an engine that sleeps."""
+
+    def __init__(self, device, page):
+        self.device, self.page = device, page
+
+    def sleep(self, offload_tags=None):  # noqa: ARG002
+        self.device.unmap(self.page)
+
+    def discard(self, tags):
+        if "kv_cache" in tags:
+            self.device.unmap(self.page)
+
+    def wake_up(self, tags=None):
+        if tags is None or "kv_cache" in tags:
+            self.device.map_again(self.page)
+
+
+def test_the_stand_in_for_vllms_allocator_is_called_like_it():
+    for name in ("sleep", "discard", "wake_up"):
+        theirs, ours = (getattr(owner, name) for owner in (CuMemAllocator, FakeAllocator))
+        assert list(inspect.signature(theirs).parameters) == list(inspect.signature(ours).parameters)
+
+
+@pytest.mark.parametrize(
+    "unmap", [lambda it: it.sleep(offload_tags=("weights",)), lambda it: it.discard(("kv_cache",))]
+)
+def test_no_copy_touches_the_kv_cache_of_an_engine_that_sleeps_and_copies_go_on_when_it_wakes(
+    device, store, monkeypatch, unmap
+):
+    page = device.add_memory(np.full(4 * 4096, 7, np.uint8))
+    layouts = [ChunkLayout([LayerPages(page.ctypes.data, 4096, 4096)], blocks_per_chunk=1, block_count=4)]
+    copier = open_on(device, background=False)
+    transfer = CudaTransfer(layouts, [Region(page.ctypes.data, page.nbytes)], copier=copier, compute_stream=lambda: 0)
+    mapped = transfer.map(INSTANCE, store.table(), store.arena)
+    assert transfer._pinning[store.arena.address].wait(WAIT_S)
+    allocator = FakeAllocator(device, page)
+    monkeypatch.setattr(CuMemAllocator, "instance", allocator)
+    connector = SimpleNamespace(unregister_kv_caches=transfer.suspend, restore_kv_caches=transfer.resume)
+    compat.tell_of_sleep(connector)
+
+    slot, generation = store.put(1, 4096)
+    kept = np.random.default_rng(1).bytes(4096)
+    begin = store.offset(slot, 4096)
+    store.arena.view()[begin : begin + 4096] = kept
+
+    def load(job):
+        chunks = ChunkSpec(job, INSTANCE, np.array([slot], np.uint32), np.array([generation], np.uint64), (1,))
+        transfer.load(job, mapped, chunks, [KindBlocks(np.array([1]), 0)])
+
+    load(1)
+    copier.advance()  # it is with the driver when the engine falls asleep
+    load(2)
+    unmap(allocator)
+    load(3)
+    allocator.wake_up(["weights"])
+    load(4)
+    copier.advance()
+    device.step()
+    assert sorted((ended.job, ended.failed) for ended in transfer.finished()) == [(1, []), (2, [0]), (3, [0]), (4, [0])]
+    allocator.wake_up(["kv_cache"])
+    load(5)
+    assert transfer.wait([5], WAIT_S)
+    assert [(ended.job, ended.failed) for ended in transfer.finished()] == [(5, [])]
+    assert page[4096 : 2 * 4096].tobytes() == kept
+    assert copier.lost == ""
+    transfer.close()
+    assert device.alive() == {}
+
+
+def test_vllms_allocator_tells_the_connector_whose_kv_cache_it_takes_away(monkeypatch):
+    said = []
+    transfer = SimpleNamespace(suspend=lambda: said.append("suspend"), resume=lambda: said.append("resume"))
+    device = SimpleNamespace(unmap=lambda _: said.append("unmap"), map_again=lambda _: said.append("map"))
+    allocator = FakeAllocator(device, None)
+    monkeypatch.setattr(CuMemAllocator, "instance", allocator)
+    monkeypatch.setattr(OffloadingConnector, "register_kv_caches", lambda *_: None)
+    connector = object.__new__(KVStoreConnector)
+    connector._engine = SimpleNamespace()
+    connector.connector_worker = SimpleNamespace(worker=WorkerHalf(FakeLink(), transfer))
+    connector.register_kv_caches({})
+    allocator.sleep()
+    allocator.wake_up(["weights"])
+    allocator.wake_up()
+    allocator.discard(("cudagraph",))
+    assert said == ["suspend", "unmap", "map", "resume"]
+
+
+def test_what_was_computed_before_a_sleep_is_not_stored_after_it(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    engine = PretendEngine()
+    prompt = list(range(1, 26))
+    engine.add("a", prompt, max_tokens=3)
+    engine.step()
+    assert engine.worker._unsubmitted_store_jobs  # vLLM has kept them for the next step, and forgets them no more
+    engine.change_weights()  # the resets that come before a sleep
+    for memory in engine.memory:
+        memory[:] = 0xDD
+    engine.run()  # compares what is committed, and what is read
+    stored = len(engine.daemon.stored)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.serve("b", prompt, max_tokens=1)
+    assert (stored > 0, engine.daemon.hits > 0) == (True, True)
 
 
 # ---- a lost device

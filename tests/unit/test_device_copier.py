@@ -446,6 +446,48 @@ def test_unmapping_does_not_wait_for_a_piece_that_nobody_pins(store: NativeStore
     rig.close()
 
 
+def test_nothing_touches_device_memory_that_is_unmapped_while_the_engine_sleeps(store: NativeStore) -> None:
+    rig = Rig(store, in_flight_bytes=CHUNK)
+    rig.pin()
+    rig.memory[:] = 9
+    rig.submit(1, [(0, 0, 2 * CHUNK)], is_load=False)  # two parts; the second is not yet with the driver
+    rig.submit(2, [(CHUNK, CHUNK, CHUNK)], is_load=False)
+    rig.submit(3, [(2 * CHUNK, 2 * CHUNK, CHUNK)], is_load=True)
+    rig.copier.advance()
+    rig.submit(4, [(0, 0, CHUNK)], is_load=True)
+    rig.copier.suspend()
+    rig.device.unmap(rig.memory)
+    for is_load in (False, True):
+        rig.submit(5 + is_load, [(0, 0, CHUNK)], is_load=is_load)
+    rig.copier.advance()
+    rig.device.step()
+    ended = {done.job: (done.failed, done.settled) for done in rig.copier.finished()}
+    assert ended == {1: ([], True), 3: ([], True), **dict.fromkeys((2, 4, 5, 6), ([0], True))}
+    assert (rig.arena[: 2 * CHUNK] == 9).all()
+    rig.device.map_again(rig.memory)
+    rig.copier.resume()
+    rig.arena[:CHUNK] = 5
+    rig.submit(7, [(0, 0, CHUNK)], is_load=True)
+    assert rig.finish(7) == [(7, [], CHUNK)]
+    assert (rig.memory[:CHUNK] == 5).all()
+    assert rig.copier.lost == ""
+    rig.close()
+    assert rig.device.alive() == {}
+
+
+def test_a_copier_that_is_not_told_of_sleep_loses_the_device(store: NativeStore) -> None:
+    """What the test above would find."""
+    rig = Rig(store)
+    rig.pin()
+    rig.submit(1, [(0, 0, CHUNK)], is_load=False)
+    rig.copier.advance()
+    rig.device.unmap(rig.memory)
+    rig.device.step()
+    with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
+        rig.copier.advance()
+    rig.close()
+
+
 def test_closing_ends_every_job_and_gives_everything_back(store: NativeStore) -> None:
     rig = Rig(store, in_flight_bytes=CHUNK)
     rig.pin()
