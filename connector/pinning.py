@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from kvstore._native import Arena, DeviceCopier
+from kvstore.numa import parse_list
 
 logger = logging.getLogger("vllm.connector.pinning")
 
@@ -94,15 +95,6 @@ def _gib(nbytes: int) -> str:
 def _stay_near(node: int) -> None:
     """This thread, on the processors of a NUMA node, as far as the process may use them."""
     with contextlib.suppress(OSError, ValueError):
-        cpus = _cpu_list((NODES / f"node{node}/cpulist").read_text()) & os.sched_getaffinity(0)
+        cpus = parse_list((NODES / f"node{node}/cpulist").read_text()) & os.sched_getaffinity(0)
         if cpus:
             os.sched_setaffinity(0, cpus)
-
-
-def _cpu_list(text: str) -> set[int]:
-    """ "0-3,8" as the kernel writes it. ValueError."""
-    cpus: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
