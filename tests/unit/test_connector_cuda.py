@@ -5,6 +5,8 @@ import inspect
 import itertools
 import logging
 import os
+import subprocess
+import sys
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -35,7 +37,7 @@ from kvstore.profiles import measured
 from kvstore.profiles.measured import Device, Direction, Rate, Way
 from tests.unit.connector_engine import PretendEngine, vllm_config
 from tests.unit.connector_fakes import FakeLink
-from tests.unit.fake_cuda import ILLEGAL_ADDRESS, FakeDevice, Fault
+from tests.unit.fake_cuda import ILLEGAL_ADDRESS, ROOT, FakeDevice, Fault
 from tests.unit.native_store import INSTANCE, KIB, native_store
 
 ARENA = 16 * 64 * KIB
@@ -74,6 +76,39 @@ def test_the_arena_is_pinned_in_the_background_and_that_is_said_once(device, sto
     pinning.close()
     copier.close()
     assert device.alive() == {}
+
+
+def test_how_far_it_is_is_said_now_and_then(device, store, monkeypatch, caplog):
+    monkeypatch.setattr(pinning, "REPORT_S", -1.0)  # after every piece
+    caplog.set_level(logging.INFO)
+    copier = open_on(device)
+    copier.map_arena(store.arena, store.table(), pin=True)
+    assert Pinning(copier, store.arena).wait(WAIT_S)
+    said = [record.message for record in caplog.records]
+    assert said[:-1] == ["kvstore: page-locked 0.0 GiB of the arena's 0.0 GiB"] * (ARENA // PIECE)
+    copier.close()
+
+
+def test_a_process_that_ends_without_closing_gives_everything_back_first(tmp_path):
+    """To the driver, which does not bear being asked for anything after its own end."""
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import atexit\n"
+        "from tests.unit.test_connector_cuda import *\n"
+        "device = FakeDevice()\n"
+        "atexit.register(lambda: print(device.alive()))  # first in, last out\n"
+        "page = device.add_memory(np.zeros(4096, np.uint8))\n"
+        "held = native_store(ARENA)\n"
+        "store = held.__enter__()\n"
+        "regions = [Region(page.ctypes.data, page.nbytes)]\n"
+        "transfer = CudaTransfer([layout()], regions, copier=open_on(device), compute_stream=lambda: 0)\n"
+        "transfer.map(INSTANCE, store.table(), store.arena)\n"
+        "assert transfer._pinning[store.arena.address].wait(WAIT_S)\n"
+        "print(device.alive()['registered'] > 0)\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          check=True, capture_output=True, text=True)  # fmt: skip
+    assert done.stdout.splitlines() == ["True", "{}"]
 
 
 def test_a_refusal_is_said_with_what_to_change_and_copies_go_on(device, store, caplog):
