@@ -18,6 +18,7 @@ from kvstore.errors import ConfigurationError
 
 VARIABLE = "KVSTORE_PROFILE"
 VERSION = 1
+KERNEL_GAIN_MIN = 1.1  # it takes multiprocessors from the model, the copy engines take none
 
 
 class Way(enum.StrEnum):
@@ -54,17 +55,16 @@ class Device:
     rates: tuple[Rate, ...]
 
     def kernel_pays_below(self, direction: Direction) -> int | None:
-        """The smallest measured fragment from which on the copy engines are not slower than the kernel; 0: always.
-        None: the kernel was not measured."""
+        """The smallest measured fragment from which on the kernel is not quicker by KERNEL_GAIN_MIN; 0: it never is.
+        None: it was not measured."""
         kernel, engine = self._by_size(Way.KERNEL, direction), self._by_size(Way.COPY_ENGINE, direction)
-        sizes = sorted(kernel.keys() & engine.keys())
+        sizes = kernel.keys() & engine.keys()
         if not sizes:
             return None
-        slower = [nbytes for nbytes in sizes if engine[nbytes] < kernel[nbytes]]
-        if not slower:
+        longest = max((nbytes for nbytes in sizes if kernel[nbytes] > KERNEL_GAIN_MIN * engine[nbytes]), default=None)
+        if longest is None:
             return 0
-        larger = [nbytes for nbytes in sizes if nbytes > slower[-1]]
-        return larger[0] if larger else slower[-1] + 1
+        return min((nbytes for nbytes in sizes if nbytes > longest), default=longest + 1)
 
     def link(self, direction: Direction, fragment_bytes: int) -> TransferModel | None:
         """Of page-locked memory, as the better way copies the largest measured fragments that are not longer. None:

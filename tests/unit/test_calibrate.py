@@ -169,12 +169,13 @@ def test_where_it_lies() -> None:
     [
         ([9, 9, 9], [1, 5, 10], 400),  # of 100, 200, 400 bytes
         ([9, 9, 9], [10, 10, 10], 0),
+        ([10.9, 10.9, 10.9], [10, 10, 10], 0),  # not worth the multiprocessors
         ([9, 9, 9], [1, 1, 1], 401),
         ([9, 9, 9], [10, 1, 10], 400),
         ([], [1, 1, 1], None),
     ],
 )
-def test_the_kernel_pays_below_the_size_from_which_on_the_engines_are_as_fast(
+def test_the_kernel_pays_below_the_size_from_which_on_the_engines_are_about_as_fast(
     kernel: list[float], engine: list[float], below: int | None
 ) -> None:
     rates = [
