@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore import numa
 from kvstore._native import Arena, DeviceCopier, create_memfd
 from kvstore.profiles.measured import Device, Direction, Rate, Way
 
@@ -139,6 +140,7 @@ def _bench(copier: DeviceCopier, way: Way, total_bytes: int, smallest_bytes: int
             arena = Arena(fd, 2 * room)
         finally:
             os.close(fd)
+        numa.spread(arena, numa.memory_nodes())  # as the daemon's
         memory = (copier.allocate(room), copier.allocate(room))
         copier.map_arena(arena, None, pin=way is not Way.PAGEABLE)
         while copier.pin_next(arena.address) == "piece":

@@ -36,7 +36,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvstore import numa, throttle
+from kvstore import throttle
 from kvstore.attach import ArenaSocket
 from kvstore.config import ServeConfig, grpc_target
 from kvstore.errors import ConfigurationError, LimitExceeded
@@ -154,7 +154,6 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
         eviction_policy=config.eviction_policy,
         verify=verify,
     )
-    numa.spread(tier.arena, numa.memory_nodes())
     movement = None if directory is None else _movement(config, tier, directory)
     small_files = _Tasks()
     last_uses = _last_uses(movement, small_files)

@@ -91,7 +91,9 @@ def _device(number: int | None) -> tuple[measured.Device | None, str]:
     try:
         return measure_device(partial(open_device, device=number or 0)), ""
     except RuntimeError as problem:
-        raise KVStoreError(f"the copies of the CUDA device cannot be measured: {problem}") from None
+        raise KVStoreError(
+            f"the copies of the CUDA device cannot be measured: {problem}. With CUDA_VISIBLE_DEVICES= it is left out"
+        ) from None
 
 
 def _device_table(copies: measured.Device) -> Table:

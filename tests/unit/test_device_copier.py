@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore._native import DeviceCopier
+from kvstore._native import Arena, DeviceCopier, create_memfd
 from tests.unit.fake_cuda import ILLEGAL_ADDRESS, FakeDevice
 from tests.unit.native_store import KIB, NativeStore, native_store
 
@@ -171,6 +171,43 @@ def test_a_kernel_that_was_not_built_is_refused_when_it_is_asked_for() -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="a device copier with"):
         DeviceCopier(0, library=FakeDevice().library, **settings)
+
+
+@pytest.mark.parametrize("kernel_bytes", [0, 2**63])
+def test_no_address_or_offset_is_cut_to_32_bits(kernel_bytes: int) -> None:
+    total = (5 << 30) + CHUNK  # of which a few pages are ever touched
+    device = FakeDevice()
+    memory = device.add_memory(np.zeros(total, np.uint8))
+    fd = create_memfd("large", total)
+    arena = Arena(fd, total)
+    os.close(fd)
+    copier = DeviceCopier(
+        0, library=device.library, kernels=b"any", background=False, load_kernel_bytes=kernel_bytes,
+        store_kernel_bytes=kernel_bytes,
+    )  # fmt: skip
+    copier.add_memory(memory.ctypes.data, memory.nbytes)
+    copier.map_arena(arena, None, pin=True)
+    view = np.frombuffer(arena.view(), np.uint8)
+    offsets = np.array([0, (1 << 32) - 5000, 1 << 32, total - CHUNK], np.uint64)
+    values = np.random.default_rng(6).integers(1, 256, (len(offsets), 5000), np.uint8)
+    for offset, value in zip(offsets.tolist(), values, strict=True):
+        memory[offset : offset + 5000] = value
+    sizes = np.full(len(offsets), 5000, np.uint64)
+    ends = offsets + np.uint64(memory.ctypes.data), offsets[::-1] + np.uint64(arena.address)
+    nothing = np.empty(0, np.int64)
+    while copier.pin_next(arena.address) == "piece":
+        pass
+    copier.submit(1, *ends, sizes, is_load=False, compute_stream=0, blocks=nothing)
+    assert copier.wait([1], WAIT_S)
+    for offset, value in zip(offsets[::-1].tolist(), values, strict=True):
+        np.testing.assert_array_equal(view[offset : offset + 5000], value)
+        view[offset : offset + 5000] ^= 0xFF
+    copier.submit(2, *ends[::-1], sizes, is_load=True, compute_stream=0, blocks=nothing)
+    assert copier.wait([2], WAIT_S)
+    for offset, value in zip(offsets.tolist(), values, strict=True):
+        np.testing.assert_array_equal(memory[offset : offset + 5000], value ^ 0xFF)
+    assert [ended.failed for ended in copier.finished()] == [[], []]
+    copier.close()
 
 
 # ---- pinning

@@ -11,6 +11,8 @@ import pytest
 
 from kvstore import numa
 from kvstore._native import Arena, create_memfd, interleave, populate
+from kvstore.tiers.cpu import CpuTier
+from tests.unit.native_store import INDEX_KEY, INSTANCE
 
 NBYTES = 1 << 20
 # A second process, with a policy of its own as numactl would give it (set_mempolicy is no function of the C library).
@@ -73,6 +75,16 @@ def test_memory_comes_from_the_nodes_it_is_spread_over(arena: Arena) -> None:
     assert interleave(arena.address, arena.nbytes, nodes)
     populate(arena.address, arena.nbytes)
     assert policy_of(arena).startswith("interleave:")
+
+
+def test_the_daemons_arena_is_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not numa.memory_nodes():
+        pytest.skip("a kernel without NUMA")
+    nodes = numa.memory_nodes() * 2  # of a machine with one, as if it had two
+    monkeypatch.setattr(numa, "memory_nodes", lambda: nodes)
+    tier = CpuTier(cpu_bytes=NBYTES, index_bytes=None, index_key=INDEX_KEY, instance_id=INSTANCE)
+    assert policy_of(tier.arena).startswith("interleave:")
+    tier.close()
 
 
 def test_on_one_node_nothing_is_changed(arena: Arena) -> None:
