@@ -241,7 +241,10 @@ def _transfer(config: ConnectorConfig, layouts: Sequence[ChunkLayout], regions: 
         return int(torch.cuda.current_stream().cuda_stream)
 
     node = node_profile()
-    profile = None if node is None else node.device_named(current_platform.get_device_name(device))
+    name = current_platform.get_device_name(device)
+    profile = None if node is None else node.device_named(name)
+    if profile is None and node is not None and node.device is not None:
+        logger.info("kvstore: the profile is of a %s, and this device, a %s, starts without", node.device.name, name)
 
     def opened() -> DeviceCopier:
         return open_copier(device, config.copy_backend, profile=profile, in_flight_bytes=config.copy_in_flight_bytes)

@@ -154,6 +154,15 @@ def test_a_device_that_is_not_there_says_so() -> None:
         DeviceCopier(3, library=FakeDevice().library)
 
 
+@pytest.mark.parametrize(("function", "after"), [("cuDeviceGetName", 0), ("cuStreamCreateWithPriority", 1)])
+def test_a_device_that_cannot_be_opened_whole_is_given_back(function: str, after: int) -> None:
+    device = FakeDevice()
+    device.fail(function, after=after)
+    with pytest.raises(RuntimeError, match="OUT_OF_MEMORY"):
+        DeviceCopier(0, library=device.library)
+    assert device.alive() == {}
+
+
 def test_a_kernel_that_was_not_built_is_refused_when_it_is_asked_for() -> None:
     device = FakeDevice()
     with pytest.raises(ValueError, match="this build has no copy kernel"):
