@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -53,7 +54,7 @@ def engine_priors(vllm_config: VllmConfig, page_bytes: int) -> Priors:
     def link(direction: measured.Direction) -> TransferModel:
         found = None if copies is None else copies.link(direction, page_bytes)
         rank = gpu.link.expected if found is None else found
-        return TransferModel(rank.bytes_per_s * tp_size, rank.overhead_s)
+        return replace(rank, bytes_per_s=rank.bytes_per_s * tp_size)
 
     return Priors(
         recompute=prefill.recompute_model(step_tokens=step_tokens),

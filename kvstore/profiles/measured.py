@@ -74,7 +74,8 @@ class Device:
         if not sizes:
             return None
         nearest = max((nbytes for nbytes in sizes if nbytes <= fragment_bytes), default=min(sizes))
-        return TransferModel(max(rates[nearest] for rates in ways if nearest in rates), self.overhead_s)
+        bytes_per_s = max(rates[nearest] for rates in ways if nearest in rates)
+        return TransferModel(bytes_per_s, self.overhead_s, 0.0)  # what a fragment costs is in the rate
 
     def _by_size(self, way: Way, direction: Direction) -> dict[int, float]:
         return {

@@ -198,5 +198,5 @@ def test_a_link_is_as_fast_as_the_better_way_for_fragments_of_that_size() -> Non
         "x", 1e-5, tuple(measured.Rate(way, Direction.LOAD, nbytes, speed) for way, nbytes, speed in rates)
     )
     found = [device.link(Direction.LOAD, nbytes) for nbytes in (50, 100, 399, 400, 10_000)]
-    assert found == [TransferModel(speed, 1e-5) for speed in (9.0, 9.0, 9.0, 20.0, 20.0)]
+    assert found == [TransferModel(speed, 1e-5, 0.0) for speed in (9.0, 9.0, 9.0, 20.0, 20.0)]
     assert device.link(Direction.STORE, 100) is None

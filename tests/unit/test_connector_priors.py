@@ -56,7 +56,7 @@ def test_the_link_to_a_gpu_is_what_was_measured_on_such_a_one_else_the_tables(
     host = TransferModel(9e9, 1e-5)
     measured.write(profile, measured.Measured(host, device=measured.Device("NVIDIA H200", 1e-4, rates)))
     priors = engine_priors(vllm_config(), PAGE_BYTES)
-    assert (priors.load, priors.store) == (TransferModel(11e9, 1e-4), TransferModel(13e9, 1e-4))
+    assert (priors.load, priors.store) == (TransferModel(11e9, 1e-4, 0.0), TransferModel(13e9, 1e-4, 0.0))
     measured.write(profile, measured.Measured(host, device=measured.Device("NVIDIA B300 SXM6 AC", 1e-4, rates)))
     priors = engine_priors(vllm_config(), PAGE_BYTES)
     assert (priors.load, priors.store) == (table.load, table.store)
