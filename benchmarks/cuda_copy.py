@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.report import Result, main, spread
-from kvstore.device_bandwidth import FRAGMENT_BYTES, ROUNDS, TOTAL_BYTES, Direction, Way, measure
+from kvstore.device_bandwidth import FRAGMENT_BYTES, ROUNDS, TOTAL_BYTES, measure
+from kvstore.profiles.measured import Direction, Way
 
 # At least so much of the limit; both ways that are page-locked together, whichever is better.
 WANTED = {8 << 10: 0.6, 64 << 10: 0.85, 512 << 10: 0.95, 2 << 20: 0.95}

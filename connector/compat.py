@@ -10,6 +10,8 @@
 * 0.33 can have loads end within the step (`submit_load(..., expedited=True)`): `ConnectorConfig` refuses the setting.
 * 0.33 enters a manager's `lock` before it calls it: ours is called by one thread and keeps the lock that is none.
 * 0.33 says `on_reset_flushed` when the jobs of before a reset have ended: our own table of jobs knows that.
+* 0.33 calls `unregister_kv_caches` before the memory of the KV cache is taken away (sleep) and `restore_kv_caches`
+  when it is back; earlier versions tell a connector nothing: `tell_of_sleep` has them call the same.
 * 0.33 asks for static facts (`config_info`) to show beside its metrics: the default, none.
 
 `require_supported_version` is asked before any other module here is imported, so at import this one uses nothing of
@@ -18,11 +20,12 @@ vLLM that another version may lack.
 
 import re
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.version import __version__
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
@@ -79,3 +82,33 @@ def end_tokens(
 
     end_of = {block_hash: place * tokens_per_hash for place, block_hash in enumerate(hashes, 1)}
     return {key: end_of[block_hash] for key in keys if (block_hash := get_offload_block_hash(key)) in end_of}
+
+
+def tell_of_sleep(connector: "KVConnectorBase_V1") -> None:
+    """Asked once the KV cache is there. vLLM's allocator unmaps it (`sleep`, `discard`) and maps it again at the same
+    addresses (`wake_up`): this process's one does beside that what 0.33's worker does."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    allocator: Any = CuMemAllocator.instance
+    if allocator is None or hasattr(KVConnectorBase_V1, "restore_kv_caches"):
+        return
+
+    def sleep(*args: Any, **named: Any) -> None:
+        connector.unregister_kv_caches()  # type: ignore[attr-defined]
+        unmap(*args, **named)
+
+    def discard(tags: tuple[str, ...] | str) -> None:
+        if "kv_cache" in tags:
+            connector.unregister_kv_caches()  # type: ignore[attr-defined]
+        unmap_some(tags)
+
+    def wake_up(tags: list[str] | None = None) -> None:
+        map_again(tags)
+        if tags is None or "kv_cache" in tags:
+            connector.restore_kv_caches()  # type: ignore[attr-defined]
+
+    unmap, map_again, unmap_some = allocator.sleep, allocator.wake_up, getattr(allocator, "discard", None)
+    allocator.sleep, allocator.wake_up = sleep, wake_up
+    if unmap_some is not None:  # 0.32
+        allocator.discard = discard

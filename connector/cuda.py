@@ -20,11 +20,12 @@ from connector.messages import ChunkSpec
 from connector.pinning import Pinning
 from connector.transfer import Mapped, Plan, Region, Transfer
 from kvstore._native import Arena, DeviceCopier, Table
+from kvstore.profiles.measured import Device, Direction
 
 logger = logging.getLogger("vllm.connector.cuda")
 
-# Where vLLM found on an H100 that its kernel no longer gains over the copy engine, loads only, and below how many
-# fragments a launch does not pay. No measurement of ours yet: `measure` of kvstore/device_bandwidth.py makes them.
+# Without a profile of the device (`kvstore calibrate`): where vLLM found on an H100 that its kernel no longer gains
+# over the copy engine, loads only. And below how many fragments a launch does not pay.
 LOAD_KERNEL_BYTES = 28 << 10
 STORE_KERNEL_BYTES = 0
 KERNEL_FRAGMENTS_MIN = 16
@@ -33,16 +34,22 @@ IN_FLIGHT_BYTES_MIN = 1 << 20  # less would be all calls and no copies
 
 
 def open_copier(
-    device: int, backend: CopyBackend, *, in_flight_bytes: int = COPY_IN_FLIGHT_BYTES, **options: object
+    device: int,
+    backend: CopyBackend,
+    *,
+    profile: Device | None = None,
+    in_flight_bytes: int = COPY_IN_FLIGHT_BYTES,
+    **options: object,
 ) -> DeviceCopier:
-    """A copier on CUDA's device number `device` that goes the way of `backend`. `options` are DeviceCopier's own.
+    """A copier on CUDA's device number `device` that goes the way of `backend`. `profile`: what was measured of such a
+    device, for `auto`. `options` are DeviceCopier's own.
 
     RuntimeError: no driver, no such device. ValueError: `kernel`, and this build or device has none.
     """
     ways: dict[CopyBackend, dict[str, int]] = {
         CopyBackend.AUTO: {
-            "load_kernel_bytes": LOAD_KERNEL_BYTES,
-            "store_kernel_bytes": STORE_KERNEL_BYTES,
+            "load_kernel_bytes": _kernel_bytes(profile, Direction.LOAD, LOAD_KERNEL_BYTES),
+            "store_kernel_bytes": _kernel_bytes(profile, Direction.STORE, STORE_KERNEL_BYTES),
             "kernel_fragments_min": KERNEL_FRAGMENTS_MIN,
         },
         CopyBackend.KERNEL: {"load_kernel_bytes": EVERY_FRAGMENT, "store_kernel_bytes": EVERY_FRAGMENT},
@@ -57,6 +64,12 @@ def open_copier(
             raise ValueError(f"copy_backend={backend.value!r}: {problem}") from None
         logger.info("kvstore: small fragments go by the copy engines as well: %s", problem)
         return DeviceCopier(device, **given)  # type: ignore[arg-type]
+
+
+def _kernel_bytes(profile: Device | None, direction: Direction, unmeasured: int) -> int:
+    """Fragments shorter than this go by the kernel."""
+    pays_below = None if profile is None else profile.kernel_pays_below(direction)
+    return unmeasured if pays_below is None else pays_below
 
 
 class CudaTransfer(Transfer):
@@ -97,6 +110,12 @@ class CudaTransfer(Transfer):
                 pinning.close()
             if not self._closed:
                 self._copier.unmap_arena(mapped.arena.address)
+
+    def suspend(self) -> None:
+        self._copier.suspend()
+
+    def resume(self) -> None:
+        self._copier.resume()
 
     def close(self) -> None:
         atexit.unregister(self.close)

@@ -4,10 +4,9 @@ One thread for each arena that is mapped; which piece is next is the copier's ch
 not wait for the whole: each goes through as soon as its own piece is locked, and the slower way after a refusal, which
 is said once, with what to change. If the thread ends, for whatever reason, the rest of the arena is copied the slower
 way. It keeps to the processors next to the device, for what the driver writes down about each page is made where the
-thread runs. A process that ends without closing its session ends the thread at its exit.
+thread runs.
 """
 
-import atexit
 import contextlib
 import logging
 import os
@@ -16,6 +15,8 @@ import time
 from pathlib import Path
 
 from kvstore._native import Arena, DeviceCopier
+from kvstore.background import BackgroundThread
+from kvstore.numa import parse_list
 
 logger = logging.getLogger("vllm.connector.pinning")
 
@@ -24,39 +25,26 @@ REPORT_S = 10.0
 NODES = Path("/sys/devices/system/node")
 
 
-class Pinning:
+class Pinning(BackgroundThread):
     """Runs until everything is page-locked, the driver refuses, or `close`. The maps must outlive it."""
 
     def __init__(self, copier: DeviceCopier, arena: Arena) -> None:
         self._copier = copier
         self._address, self._nbytes = arena.address, arena.nbytes
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvstore-pin", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
+        super().__init__("kvstore-pin", self._run)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended by then."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        self._closing.set()
-        self._thread.join()
-
-    def _run(self) -> None:
+    def _run(self, closing: threading.Event) -> None:
         try:
             _stay_near(self._copier.numa_node)
-            self._pin()
+            self._pin(closing)
         except Exception:  # a border: nobody else would ever hear of it
             logger.exception("kvstore: page-locking the arena failed; copies of the rest are slower")
         finally:
             self._copier.stop_pinning(self._address)
 
-    def _pin(self) -> None:
+    def _pin(self, closing: threading.Event) -> None:
         began_s = reported_s = time.monotonic()
-        while not self._closing.is_set():
+        while not closing.is_set():
             outcome = self._copier.pin_next(self._address)
             now_s = time.monotonic()
             if outcome == "all":
@@ -69,7 +57,7 @@ class Pinning:
                 reported_s = now_s
                 logger.info("kvstore: page-locked %s of the arena's %s", self._pinned(), _gib(self._nbytes))
             if outcome == "nothing":
-                self._closing.wait(POLL_S)
+                closing.wait(POLL_S)
 
     def _complain(self) -> None:
         logger.warning(
@@ -94,15 +82,6 @@ def _gib(nbytes: int) -> str:
 def _stay_near(node: int) -> None:
     """This thread, on the processors of a NUMA node, as far as the process may use them."""
     with contextlib.suppress(OSError, ValueError):
-        cpus = _cpu_list((NODES / f"node{node}/cpulist").read_text()) & os.sched_getaffinity(0)
+        cpus = parse_list((NODES / f"node{node}/cpulist").read_text()) & os.sched_getaffinity(0)
         if cpus:
             os.sched_setaffinity(0, cpus)
-
-
-def _cpu_list(text: str) -> set[int]:
-    """ "0-3,8" as the kernel writes it. ValueError."""
-    cpus: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus

@@ -29,6 +29,7 @@ from vllm.v1.request import Request
 
 from connector import compat, identity
 from connector.adapters import Adapters
+from connector.compat import tell_of_sleep
 from connector.config import ConnectorConfig, CopyBackend
 from connector.layout import tp_problem
 from connector.messages import WorkerOutcomes
@@ -78,6 +79,13 @@ class KVStoreConnector(OffloadingConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._engine.kv_caches = kv_caches
         super().register_kv_caches(kv_caches)
+        tell_of_sleep(self)
+
+    def unregister_kv_caches(self) -> None:
+        self._worker_half.suspend()
+
+    def restore_kv_caches(self) -> None:
+        self._worker_half.resume()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self.connector_worker is not None
@@ -210,6 +218,13 @@ def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         raise ValueError(
             f"KVStoreConnector does not know how prefill context parallel ranks share a KV cache, and this engine has "
             f"prefill_context_parallel_size={size}: start it with 1, or without --kv-transfer-config"
+        )
+    backend = getattr(vllm_config.model_config, "sleep_mode_backend", "cumem")
+    if vllm_config.model_config.enable_sleep_mode and backend != "cumem":
+        raise ValueError(
+            f"KVStoreConnector knows what sleep does to the memory that it copies from only of vLLM's own 'cumem', and "
+            f"this engine has sleep_mode_backend={backend!r}: start it without --enable-sleep-mode, or without "
+            "--kv-transfer-config"
         )
     for group in kv_cache_config.kv_cache_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):

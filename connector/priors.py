@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -25,9 +26,10 @@ DISK = TransferModel(1e9, 6e-3)  # slower than any NVMe drive, until it was read
 FITTED_ERROR_MAX = 0.2  # of a profile that was fitted for this model and GPU, not scaled from another
 
 
-def engine_priors(vllm_config: VllmConfig) -> Priors:
-    """What `kvstore calibrate` measured on this node counts before any table."""
-    node = _measured()
+def engine_priors(vllm_config: VllmConfig, page_bytes: int) -> Priors:
+    """What `kvstore calibrate` measured on this node counts before any table. `page_bytes`: of a layer's block on one
+    rank, which is what one fragment of a copy has."""
+    node = node_profile()
     disk = node.disk_read if node is not None and node.disk_read is not None else DISK
     writes = node.disk_write_bytes_per_s if node is not None else None
     disk_write_bytes_per_s = writes or profiles.find_disk().write_bytes_per_s
@@ -50,12 +52,17 @@ def engine_priors(vllm_config: VllmConfig) -> Priors:
     prefill = profiles.find_prefill(geometry, name, tp_size)
     gpu = profiles.find_gpu(name) or profiles.find_gpu("h100_sxm")
     assert gpu is not None
-    expected = gpu.link.expected
-    link = TransferModel(expected.bytes_per_s * tp_size, expected.overhead_s)
+    copies = None if node is None else node.device_named(name)
+
+    def link(direction: measured.Direction) -> TransferModel:
+        found = None if copies is None else copies.link(direction, page_bytes)
+        rank = gpu.link.expected if found is None else found
+        return replace(rank, bytes_per_s=rank.bytes_per_s * tp_size)
+
     return Priors(
         recompute=prefill.recompute_model(step_tokens=step_tokens),
-        load=link,
-        store=link,
+        load=link(measured.Direction.LOAD),
+        store=link(measured.Direction.STORE),
         disk=disk,
         disk_write_bytes_per_s=disk_write_bytes_per_s,
         recompute_known=prefill.error <= FITTED_ERROR_MAX,
@@ -63,7 +70,8 @@ def engine_priors(vllm_config: VllmConfig) -> Priors:
     )
 
 
-def _measured() -> measured.Measured | None:
+def node_profile() -> measured.Measured | None:
+    """None: there is none, or a damaged one, which is said."""
     path = measured.profile_path()
     try:
         return measured.read(path)

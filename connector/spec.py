@@ -37,7 +37,7 @@ from connector.cuda import CudaTransfer, open_copier
 from connector.layout import ChunkLayout
 from connector.link import Link
 from connector.pages import rank_pages
-from connector.priors import engine_priors, learning
+from connector.priors import engine_priors, learning, node_profile
 from connector.requests import Attached, Geometry, KindGeometry, Rules
 from connector.scheduler import Probe, SchedulerHalf
 from connector.selfcheck import MEMORY_BYTES, check_device
@@ -147,11 +147,15 @@ class KVStoreSpec(OffloadingSpec):
             ),
             Admission(
                 engine.config.admission,
-                engine_priors(engine.vllm_config),
+                engine_priors(engine.vllm_config, self._page_bytes()),
                 tokens_per_chunk=lead.tokens_per_chunk,
                 learning=learning(engine.vllm_config),
             ),
         )
+
+    def _page_bytes(self) -> int:
+        group = self._engine.kv_cache_config.kv_cache_groups[self.config.groups[0].group_id]
+        return next(iter(iter_layer_specs(group.kv_cache_spec))).page_size_bytes
 
     def _kind_geometry(self, group: OffloadingGroupConfig) -> KindGeometry:
         tokens_per_chunk = group.tokens_per_block * self.blocks_per_chunk
@@ -249,8 +253,14 @@ def _transfer(config: ConnectorConfig, layouts: Sequence[ChunkLayout], regions: 
     def compute_stream() -> int:
         return int(torch.cuda.current_stream().cuda_stream)
 
+    node = node_profile()
+    name = current_platform.get_device_name(device)
+    profile = None if node is None else node.device_named(name)
+    if profile is None and node is not None and node.device is not None:
+        logger.info("kvstore: the profile is of a %s, and this device, a %s, starts without", node.device.name, name)
+
     def opened() -> DeviceCopier:
-        return open_copier(device, config.copy_backend, in_flight_bytes=config.copy_in_flight_bytes)
+        return open_copier(device, config.copy_backend, profile=profile, in_flight_bytes=config.copy_in_flight_bytes)
 
     memory = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
     check_device(opened(), memory, compute_stream, pins=pins)

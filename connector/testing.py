@@ -272,6 +272,13 @@ class Engine:
             assert time.monotonic() < deadline_s, f"blocks are still in use after {REQUEST_S_MAX:.0f} s"
             time.sleep(RESET_INTERVAL_S)
 
+    def sleep(self, level: int) -> None:
+        """Gives memory back and forgets its KV cache; the connector's as well."""
+        self._ask("sleep", level, timeout_s=REQUEST_S_MAX)
+
+    def wake_up(self) -> None:
+        self._ask("wake_up", None, timeout_s=REQUEST_S_MAX)
+
     def metrics(self) -> dict[str, float]:
         """The engine's Prometheus counters and gauges by sample name, summed over labels. Needs
         `disable_log_stats=False`."""
@@ -351,6 +358,10 @@ def _serve(connection: Connection) -> None:
                 value = _generate(llm, argument)
             elif operation == "reset_prefix_cache":
                 value = llm.reset_prefix_cache()
+            elif operation == "sleep":
+                value = llm.sleep(argument)
+            elif operation == "wake_up":
+                value = llm.wake_up()
             else:
                 assert operation == "metrics", operation
                 value = _metrics()

@@ -93,6 +93,15 @@ class Transfer(ABC):
         """Returns when nothing is copied to or from that arena any more."""
 
     @abstractmethod
+    def suspend(self) -> None:
+        """The engine's memory is about to be taken away. Returns when nothing touches it any more: jobs that had not
+        begun have failed, and so do all until `resume`. Twice is once."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """It is there again, at the same addresses."""
+
+    @abstractmethod
     def _run(
         self, job: int, mapped: Mapped, spec: ChunkSpec, plan: Plan, *, is_load: bool, blocks: NDArray[np.integer]
     ) -> None:
@@ -178,6 +187,12 @@ class HostTransfer(Transfer):
 
     def unmap(self, mapped: Mapped) -> None:
         self._copier.remove_region(mapped.arena.address)
+
+    def suspend(self) -> None:
+        """vLLM's CPU platform keeps its memory."""
+
+    def resume(self) -> None:
+        pass
 
     def _run(
         self,

@@ -143,6 +143,14 @@ class WorkerHalf(OffloadingWorker):
         while not self._transfer.wait(job_ids, WAIT_REPORT_S):
             logger.warning("kvstore: still waiting for copies of %d jobs to end", len(job_ids))
 
+    def suspend(self) -> None:
+        """The engine falls asleep: its KV cache is about to be unmapped."""
+        self._transfer.suspend()
+
+    def resume(self) -> None:
+        """It is mapped again. What it held is gone, and so are the jobs of before: vLLM has reset every cache."""
+        self._transfer.resume()
+
     def shutdown(self) -> None:
         self._link.close()  # takes the arena away first: the last copy ends before the session does
         self._transfer.close()

@@ -71,6 +71,10 @@ def seal_table(fd: int) -> None:
 def populate(address: int, nbytes: int) -> None:
     """Pre-fault for writing, with MADV_POPULATE_WRITE or by touching. OSError when the memory cannot be had."""
 
+def interleave(address: int, nbytes: int, nodes: Sequence[int]) -> bool:
+    """The memory there comes from these NUMA nodes in turn, whoever touches it first. False, and nothing changed: this
+    process has a memory policy of its own. OSError when the kernel refuses."""
+
 def fill(address: int, nbytes: int, value: int) -> None: ...
 
 class Table:
@@ -267,6 +271,11 @@ class DeviceCopier:
     def unmap_arena(self, address: int) -> None:
         """Fails jobs that have not begun, waits for the others, then unpins."""
 
+    def suspend(self) -> None:
+        """Device memory is about to be unmapped: fails the jobs that have not begun, waits for the others; every later
+        one fails until `resume`."""
+
+    def resume(self) -> None: ...
     def submit(
         self,
         job: int,

@@ -1,39 +1,32 @@
 """How fast a CUDA device copies: by fragment size, direction, both at once, and the way that fragments go.
 
-What a node's profile and `copy_backend=auto` are to start from. Every measurement moves the same number of bytes, in
-fragments that lie together on neither side, between device memory of its own and an arena of its own, and is timed by
-the device's events; for both directions at once, by this process's clock.
+What a node's profile has of its device, and so what `copy_backend=auto` and the admission model start from. Every
+measurement moves the same number of bytes, in fragments that lie together on neither side, between device memory of its
+own and an arena of its own, and is timed by the device's events; for both directions at once, and for a lone fragment,
+by this process's clock.
 """
 
-import enum
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore import numa
 from kvstore._native import Arena, DeviceCopier, create_memfd
+from kvstore.profiles.measured import Device, Direction, Rate, Way
 
 TOTAL_BYTES = 256 << 20
+LONE_BYTES, LONE_ROUNDS = 4 << 10, 50
 FRAGMENT_BYTES = (2 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 512 << 10, 2 << 20)
 ROUNDS = 5
 GAP_BYTES = 256  # between fragments, so that no two lie together
 WAIT_S = 120.0
 EVERY_FRAGMENT = (1 << 64) - 1
-
-
-class Way(enum.StrEnum):
-    COPY_ENGINE = "copy_engine"
-    KERNEL = "kernel"
-    PAGEABLE = "pageable"  # of memory that is not page-locked
-
-
-class Direction(enum.StrEnum):
-    LOAD = "load"  # host to device
-    STORE = "store"
-    BOTH = "both"  # at once; bytes of both are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +54,39 @@ def measure(
     total_bytes: int = TOTAL_BYTES,
     rounds: int = ROUNDS,
 ) -> Iterator[Bandwidth]:
-    """One result after the other; takes some seconds on a fast link. RuntimeError, ValueError as of `opened`;
-    RuntimeError also for a copy that fails."""
+    """One result after the other; takes some seconds on a fast link. The kernel is left out where there is none.
+    RuntimeError as of `opened`, and for a copy that fails."""
     for way in ways:
-        with _bench(opened(way), way, total_bytes, min(fragment_bytes)) as bench:
+        try:
+            copier = opened(way)
+        except ValueError:
+            assert way is Way.KERNEL, f"{way} was refused"
+            continue
+        with _bench(copier, way, total_bytes, min(fragment_bytes)) as bench:
             for nbytes in fragment_bytes:
                 for direction in Direction:
                     bench.run(direction, nbytes)  # warms up
-                    speeds = [bench.run(direction, nbytes) for _ in range(rounds)]
+                    speeds = [bench.run(direction, nbytes).bytes_per_s for _ in range(rounds)]
                     yield Bandwidth(way, direction, nbytes, tuple(speeds))
 
 
-def kernel_pays_below(results: Sequence[Bandwidth], direction: Direction) -> int:
-    """The smallest measured fragment from which on the copy engines are not slower than the kernel; 0: always."""
-    best = {(result.way, result.fragment_bytes): max(result.bytes_per_s) for result in results
-            if result.direction is direction}  # fmt: skip
-    sizes = sorted({nbytes for way, nbytes in best if way is Way.KERNEL})
-    slower = [nbytes for nbytes in sizes if best[Way.COPY_ENGINE, nbytes] < best[Way.KERNEL, nbytes]]
-    if not slower:
-        return 0
-    larger = [nbytes for nbytes in sizes if nbytes > slower[-1]]
-    return larger[0] if larger else slower[-1] + 1
+def measure_device(opened: Open = open_device, **options: Any) -> Device:
+    """For the node's profile: the median of each measurement. `options` are `measure`'s. RuntimeError: no driver, no
+    such device, or a copy that fails."""
+    copier = opened(Way.COPY_ENGINE)
+    name = copier.device_name
+    with _bench(copier, Way.COPY_ENGINE, LONE_BYTES, LONE_BYTES) as bench:
+        lone_s = [bench.run(Direction.LOAD, LONE_BYTES).elapsed_s for _ in range(LONE_ROUNDS)]
+    rates = tuple(
+        Rate(found.way, found.direction, found.fragment_bytes, statistics.median(found.bytes_per_s))
+        for found in measure(opened, **options)
+    )
+    return Device(name, statistics.median(lone_s), rates)
+
+
+class _Run(NamedTuple):
+    elapsed_s: float  # by this process's clock, from the submission on
+    bytes_per_s: float
 
 
 @dataclass(slots=True)
@@ -92,8 +97,7 @@ class _Bench:
     total_bytes: int
     job: int = 0
 
-    def run(self, direction: Direction, nbytes: int) -> float:
-        """Bytes per second."""
+    def run(self, direction: Direction, nbytes: int) -> _Run:
         count = max(1, self.total_bytes // nbytes)
         at = np.arange(count, dtype=np.uint64) * np.uint64(nbytes + GAP_BYTES)
         shuffled = np.random.default_rng(nbytes).permutation(at)
@@ -119,14 +123,12 @@ class _Bench:
             )
         if not self.copier.wait(jobs, WAIT_S):
             raise RuntimeError(f"copies of {count} fragments of {nbytes} bytes did not end within {WAIT_S:.0f} s")
-        seconds = time.perf_counter() - begin
+        elapsed_s = time.perf_counter() - begin
         ended = self.copier.finished()
         if failed := [one.job for one in ended if one.failed]:
             raise RuntimeError(f"copies of {count} fragments of {nbytes} bytes failed: jobs {failed}")
-        if direction is not Direction.BOTH:
-            [one] = ended
-            seconds = one.seconds
-        return sum(one.nbytes for one in ended) / seconds
+        seconds = elapsed_s if direction is Direction.BOTH else ended[0].seconds
+        return _Run(elapsed_s, sum(one.nbytes for one in ended) / max(seconds, 1e-9))
 
 
 @contextmanager
@@ -138,6 +140,7 @@ def _bench(copier: DeviceCopier, way: Way, total_bytes: int, smallest_bytes: int
             arena = Arena(fd, 2 * room)
         finally:
             os.close(fd)
+        numa.spread(arena, numa.memory_nodes())  # as the daemon's
         memory = (copier.allocate(room), copier.allocate(room))
         copier.map_arena(arena, None, pin=way is not Way.PAGEABLE)
         while copier.pin_next(arena.address) == "piece":

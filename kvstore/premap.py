@@ -4,47 +4,32 @@ The daemon's pre-faulting gives the arena its memory, but each process that maps
 touches first: a copy of 128 MiB into slots that this process had not touched took 130 ms, and 20 ms afterwards. So
 every process that copies runs one background thread over the part that the daemon says is ready, until all of it is.
 It changes no byte, and never runs ahead of the daemon, whose business it is to decide when memory is taken. If the
-daemon dies the thread goes on to the end of what was ready and stops with the session. A process that ends without
-closing its session ends the thread at its exit: one that came back from native code after that would be torn out of
-it, which C++ answers with abort.
+daemon dies the thread goes on to the end of what was ready and stops with the session.
 """
 
-import atexit
 import threading
 
 from kvstore._native import Arena, Table, populate
+from kvstore.background import BackgroundThread
 
 PIECE_BYTES = 16 << 20  # a few milliseconds: how long `close` may have to wait
 POLL_S = 0.2  # for the daemon's progress
 
 
-class Premapping:
+class Premapping(BackgroundThread):
     """Runs until everything is mapped or `close`. The maps must outlive it."""
 
     def __init__(self, table: Table, arena: Arena) -> None:
         self._table = table
         self._arena = arena
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvstore-premap", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
+        super().__init__("kvstore-premap", self._run)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether all of the arena is mapped by then."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        self._closing.set()
-        self._thread.join()
-
-    def _run(self) -> None:
+    def _run(self, closing: threading.Event) -> None:
         mapped = 0
-        while mapped < self._arena.nbytes and not self._closing.is_set():
+        while mapped < self._arena.nbytes and not closing.is_set():
             piece = min(self._table.ready_bytes - mapped, PIECE_BYTES)
             if piece <= 0:
-                self._closing.wait(POLL_S)
+                closing.wait(POLL_S)
                 continue
             try:
                 populate(self._arena.address + mapped, piece)

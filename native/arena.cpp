@@ -1,8 +1,10 @@
 #include "arena.h"
 
 #include <fcntl.h>
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -86,6 +88,23 @@ void populate(std::uintptr_t address, std::size_t nbytes) {
     for (std::uintptr_t at = begin; at < end; at += page) {
         __atomic_fetch_or(reinterpret_cast<unsigned char*>(at), 0, __ATOMIC_RELAXED);
     }
+}
+
+bool interleave(std::uintptr_t address, std::size_t nbytes, const std::vector<unsigned>& nodes) {
+    int own = MPOL_DEFAULT;
+    if (syscall(SYS_get_mempolicy, &own, nullptr, 0UL, nullptr, 0UL) != 0) fail("cannot ask for the memory policy");
+    if (own != MPOL_DEFAULT) return false;
+    constexpr unsigned BITS = 8 * sizeof(unsigned long);
+    std::vector<unsigned long> mask;
+    for (const unsigned node : nodes) {
+        if (node / BITS >= mask.size()) mask.resize(node / BITS + 1);
+        mask[node / BITS] |= 1UL << node % BITS;
+    }
+    // The kernel takes the number of bits for one more than it is.
+    if (syscall(SYS_mbind, address, nbytes, MPOL_INTERLEAVE, mask.data(), mask.size() * BITS + 1, 0U) != 0) {
+        fail("cannot spread memory over NUMA nodes");
+    }
+    return true;
 }
 
 std::uint64_t memfd_bytes(int fd) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace kvstore {
 
@@ -26,6 +27,11 @@ void seal_table(int fd);
 
 // Pre-fault for writing; what is there stays. std::system_error when the memory cannot be had.
 void populate(std::uintptr_t address, std::size_t nbytes);
+
+// From now on the map's memory comes from these NUMA nodes in turn, whoever touches it first: of shared memory that is
+// a property of the memory, not of this map or process. False, and nothing changed, where this process was started with
+// a memory policy of its own (numactl). std::system_error where the kernel refuses.
+bool interleave(std::uintptr_t address, std::size_t nbytes, const std::vector<unsigned>& nodes);
 
 class Mapping {
   public:

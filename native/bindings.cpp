@@ -435,6 +435,9 @@ void bind_cuda(nb::module_& m) {
         .def(
             "unmap_arena", [](PyDeviceCopier& self, std::uint64_t address) { self.copier->unmap_arena(address); },
             "address"_a, unlocked)
+        .def(
+            "suspend", [](PyDeviceCopier& self) { self.copier->suspend(); }, unlocked)
+        .def("resume", [](PyDeviceCopier& self) { self.copier->resume(); })
         .def("submit", &PyDeviceCopier::submit, "job"_a, "sources"_a.noconvert(), "destinations"_a.noconvert(),
              "sizes"_a.noconvert(), nb::kw_only(), "is_load"_a, "compute_stream"_a, "blocks"_a.noconvert(),
              "table"_a = nb::none(), "slots"_a.noconvert() = nb::none(), "generations"_a.noconvert() = nb::none())
@@ -701,6 +704,7 @@ NB_MODULE(_native, m) {
     m.def("seal_arena", &seal_arena, "fd"_a);
     m.def("seal_table", &seal_table, "fd"_a);
     m.def("populate", &populate, "address"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>());
+    m.def("interleave", &interleave, "address"_a, "nbytes"_a, "nodes"_a);
     m.def(
         "fill",
         [](std::uintptr_t address, std::size_t nbytes, std::uint8_t value) {

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from kvstore import _native
+from kvstore import _native, numa
 from kvstore.config import EVICTION_POLICY_DEFAULT
 from kvstore.errors import ConfigurationError
 from kvstore.tiers.host_memory import MemoryLimit, huge_page_advice, memory_limits
@@ -60,6 +60,7 @@ class CpuTier:
         self.arena_fd = _native.create_memfd("kvstore-arena", self.arena_bytes)
         self.table_fd = _native.create_memfd("kvstore-table", self.table_bytes)
         self.arena = _native.Arena(self.arena_fd, self.arena_bytes)
+        numa.spread(self.arena, numa.memory_nodes())
         self.index = _native.Index(
             table_fd=self.table_fd,
             table_bytes=self.table_bytes,

@@ -165,32 +165,60 @@ std::shared_ptr<PinnedArena> DeviceCopier::arena(std::uint64_t address) const {
 void DeviceCopier::unmap_arena(std::uint64_t address) {
     const std::shared_ptr<PinnedArena> leaving = arena(address);
     leaving->stop_pinning();  // or a job would wait for a piece that nobody will pin
-    const auto touches = [&](const JobRef& job) { return job->arena == leaving; };
     std::vector<std::uint64_t> running;
     {
         const std::lock_guard lock(mutex_);
         regions_.erase(address);
-        for (Direction& direction : directions_) {
-            std::deque<JobRef> kept;
-            for (const JobRef& job : direction.queued) {
-                if (job->started || !touches(job)) {
-                    kept.push_back(job);
-                    continue;
-                }
-                if (job->computed != nullptr) events_.push_back(job->computed);
-                end_whole(job, true);
-            }
-            direction.queued = std::move(kept);
-        }
-        for (const auto& [number, job] : live_) {
-            if (touches(job)) running.push_back(number);
-        }
-        news_ = true;
-        changed_.notify_all();
+        running = fail_queued(leaving);
     }
-    while (!wait(running, 1.0)) {
-    }
+    wait_long(running);
     leaving->unpin();
+}
+
+void DeviceCopier::suspend() {
+    require_own_process();
+    std::vector<std::uint64_t> running;
+    {
+        const std::lock_guard lock(mutex_);
+        suspended_ = true;
+        running = fail_queued(nullptr);
+    }
+    wait_long(running);
+}
+
+void DeviceCopier::resume() {
+    const std::lock_guard lock(mutex_);
+    suspended_ = false;
+}
+
+// Jobs on this arena (null: on any) that have not begun fail whole; returns those that have. Under mutex_.
+std::vector<std::uint64_t> DeviceCopier::fail_queued(const std::shared_ptr<PinnedArena>& arena) {
+    const auto touches = [&](const JobRef& job) { return !arena || job->arena == arena; };
+    for (Direction& direction : directions_) {
+        std::deque<JobRef> kept;
+        for (const JobRef& job : direction.queued) {
+            if (job->started || !touches(job)) {
+                kept.push_back(job);
+                continue;
+            }
+            if (job->computed != nullptr) events_.push_back(job->computed);
+            end_whole(job, true);
+        }
+        direction.queued = std::move(kept);
+    }
+    std::vector<std::uint64_t> begun;
+    for (const auto& [number, job] : live_) {
+        if (touches(job)) begun.push_back(number);
+    }
+    news_ = true;
+    changed_.notify_all();
+    return begun;
+}
+
+// A copy always ends, if only with its device.
+void DeviceCopier::wait_long(const std::vector<std::uint64_t>& jobs) {
+    while (!wait(jobs, 1.0)) {
+    }
 }
 
 // ---- jobs in
@@ -240,7 +268,7 @@ void DeviceCopier::submit(Submission work) {
         job->arena = host->arena;
     }
     job->after = conflicts(*job);
-    if (!lost_.empty()) {
+    if (!lost_.empty() || suspended_) {
         live_.emplace(given.job, job);
         end_whole(job, true);
         return;

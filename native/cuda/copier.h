@@ -12,6 +12,8 @@
 // 5. What the driver refuses fails its job. When it cannot say any more whether copies have ended (the device is
 //    lost), running jobs are reported as failed and not `settled`: the device may still write to their slots, which
 //    therefore stay granted until the process has ended. Every later job fails without copying.
+// 6. Device memory that is about to be unmapped (an engine that is put to sleep) is not touched any more once `suspend`
+//    has returned: jobs that had begun have ended, all others fail without copying, until `resume`.
 //
 // Who does what: the engine's thread submits, which records an event on the compute stream and queues; one thread here
 // hands copies to the driver and asks for their ends (`advance`), at most `in_flight_bytes` at a time in each
@@ -87,6 +89,8 @@ class DeviceCopier {
                                            bool pin);
     // Jobs on it that have not begun fail whole; waits for the others, then unpins.
     void unmap_arena(std::uint64_t address);
+    void suspend();
+    void resume();
     std::shared_ptr<PinnedArena> arena(std::uint64_t address) const;
 
     struct Submission {
@@ -163,6 +167,8 @@ class DeviceCopier {
     void add_region(std::uint64_t address, std::uint64_t nbytes, Kind kind, std::shared_ptr<PinnedArena> arena);
     const Region* region_of(std::uint64_t address, std::uint64_t nbytes) const;
     std::vector<std::uint64_t> conflicts(const Job& job) const;
+    std::vector<std::uint64_t> fail_queued(const std::shared_ptr<PinnedArena>& arena);
+    void wait_long(const std::vector<std::uint64_t>& jobs);
 
     void run();
     bool reap(bool is_load);
@@ -199,6 +205,7 @@ class DeviceCopier {
     std::string lost_;
     DeviceCopyCounts counts_;
     bool news_ = false;  // since the thread last looked
+    bool suspended_ = false;
     bool closing_ = false;
     bool closed_ = false;
     // The queues are guarded by it too; what is in flight belongs to whoever runs `advance`.

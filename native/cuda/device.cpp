@@ -17,11 +17,6 @@ extern "C" const std::byte kvstore_fatbin_end[];
 #endif
 
 namespace kvstore::cuda {
-namespace {
-
-constexpr unsigned KERNEL_THREADS = 512;
-
-}  // namespace
 
 std::span<const std::byte> built_kernels() {
 #if defined(KVSTORE_FATBIN)
@@ -52,7 +47,7 @@ OpenDevice::OpenDevice(std::shared_ptr<const Driver> driver, int ordinal, std::s
         driver_->check(driver_->stream_create(&store_stream_, STREAM_NON_BLOCKING, below), "cuStreamCreate");
         load_kernel(kernels);
     } catch (...) {
-        driver_->primary_context_release(device_);
+        release();
         throw;
     }
 }
@@ -63,8 +58,9 @@ void OpenDevice::release() {
     try {
         const CurrentContext current(*driver_, context_);
         if (module_ != nullptr) driver_->module_unload(module_);
-        driver_->stream_destroy(store_stream_);
-        driver_->stream_destroy(load_stream_);
+        for (const Stream stream : {store_stream_, load_stream_}) {
+            if (stream != nullptr) driver_->stream_destroy(stream);
+        }
     } catch (const DriverError&) {  // it is lost, and nothing can be given back
     }
     driver_->primary_context_release(device_);
@@ -92,10 +88,10 @@ void OpenDevice::load_kernel(std::span<const std::byte> kernels) {
 
 Result OpenDevice::launch_copy(const Tile* tiles, std::uint32_t count, std::uint32_t blocks, Stream stream) const {
     void* parameters[] = {&tiles, &count};
-    const unsigned warps = KERNEL_THREADS / WARP_LANES;
+    const unsigned warps = BLOCK_THREADS / WARP_LANES;
     const unsigned useful = (count + warps - 1) / warps;
-    return driver_->launch(kernel_, useful < blocks ? useful : blocks, 1, 1, KERNEL_THREADS, 1, 1, 0, stream,
-                           parameters, nullptr);
+    return driver_->launch(kernel_, useful < blocks ? useful : blocks, 1, 1, BLOCK_THREADS, 1, 1, 0, stream, parameters,
+                           nullptr);
 }
 
 }  // namespace kvstore::cuda

@@ -18,7 +18,9 @@ struct Global {
 
 }  // namespace
 
-extern "C" __global__ void kvstore_copy_tiles(const kvstore::cuda::Tile* tiles, std::uint32_t count) {
+// The bound keeps a compiler from using more registers than a block of that many threads can have.
+extern "C" __global__ void __launch_bounds__(kvstore::cuda::BLOCK_THREADS)
+    kvstore_copy_tiles(const kvstore::cuda::Tile* tiles, std::uint32_t count) {
     const std::uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
     const std::uint32_t warps = gridDim.x * (blockDim.x / kvstore::cuda::WARP_LANES);
     Global access;

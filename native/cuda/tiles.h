@@ -18,6 +18,7 @@
 namespace kvstore::cuda {
 
 constexpr std::uint32_t WARP_LANES = 32;
+constexpr std::uint32_t BLOCK_THREADS = 512;
 constexpr std::uint32_t WORDS_AT_ONCE = 8;  // of each lane, in flight together
 constexpr std::uint32_t WORD_BYTES = 16;
 constexpr std::uint32_t TILE_BYTES = WARP_LANES * WORDS_AT_ONCE * WORD_BYTES;  // 4096

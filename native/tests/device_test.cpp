@@ -1,8 +1,8 @@
 // The copier for CUDA with all its threads, on the fake device that is linked into this program: for the sanitizers.
 //
-// "plain" (default): an engine's thread stores and loads; another pins, and takes the arena away and brings it back; a
-// third does the device's work. Every load that is reported must show what was stored. "planted-race": reads a block
-// while its load may still run, which the thread sanitizer must see.
+// "plain" (default): an engine's thread stores and loads; another pins, takes the arena away and brings it back, and
+// stops the copies as for a sleep; a third does the device's work. Every load that is reported must show what was
+// stored. "planted-race": reads a block while its load may still run, which the thread sanitizer must see.
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -88,6 +88,8 @@ void bytes_are_right_while_arenas_come_and_go(std::uint64_t kernel_bytes) {
             std::this_thread::sleep_for(std::chrono::milliseconds(2));
             rig.copier->unmap_arena(address);
             rig.copier->map_arena(rig.arena, nullptr, true);
+            rig.copier->suspend();
+            rig.copier->resume();
         }
         pin_all(*rig.copier, address);
     });

@@ -76,7 +76,7 @@ struct State {
     unsigned faults = 0;
     bool lost = false;
     std::uint64_t steps = 0;
-    std::map<std::uint64_t, std::size_t> device, registered;
+    std::map<std::uint64_t, std::size_t> device, registered, unmapped;
     std::vector<std::unique_ptr<FakeStream>> streams;
     std::vector<std::weak_ptr<Piece>> early;  // sources that may be read out of order
     std::map<std::string, std::uint64_t> calls;
@@ -139,11 +139,19 @@ bool within(const std::map<std::uint64_t, std::size_t>& ranges, std::uint64_t ad
     return address - range->first <= range->second && nbytes <= range->second - (address - range->first);
 }
 
+// Whoever touches it loses the device.
+bool is_gone(std::uint64_t address, std::size_t nbytes) {
+    const bool gone = within(state->unmapped, address, nbytes);
+    state->lost |= gone;
+    return gone;
+}
+
 FakeStream& stream_of(Stream handle) {
     return handle == nullptr ? state->null_stream : *reinterpret_cast<FakeStream*>(handle);
 }
 
 void copy_half(const std::shared_ptr<Piece>& piece, std::size_t begin, std::size_t end) {
+    if (is_gone(piece->to, piece->nbytes) || is_gone(piece->from, piece->nbytes)) return;
     const auto* from =
         piece->read_early.empty() ? reinterpret_cast<const std::byte*>(piece->from) : piece->read_early.data();
     std::memcpy(reinterpret_cast<std::byte*>(piece->to) + begin, from + begin, end - begin);
@@ -221,6 +229,7 @@ bool run_until(const std::function<bool()>& done) {
 }
 
 bool one_side_each(DeviceAddress to, DeviceAddress from, std::size_t nbytes, bool& pinned) {
+    if (is_gone(to, nbytes) || is_gone(from, nbytes)) return false;
     const bool to_device = within(state->device, to, nbytes), from_device = within(state->device, from, nbytes);
     pinned = within(state->registered, to_device ? from : to, nbytes);
     return to_device != from_device;
@@ -506,7 +515,7 @@ Result module_function(Function* function, Module, const char* name) {
 Result launch(Function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
               unsigned block_z, unsigned shared_bytes, Stream stream, void** parameters, void** extra) {
     ENTER("cuLaunchKernel");
-    if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_x % WARP_LANES != 0 || block_y != 1 || block_z != 1 ||
+    if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_x != BLOCK_THREADS || block_y != 1 || block_z != 1 ||
         shared_bytes != 0 || extra != nullptr) {
         return INVALID_VALUE;
     }
@@ -580,6 +589,15 @@ void fake_reset(std::uint64_t seed, int version) {
 void fake_add_device_memory(std::uint64_t address, std::uint64_t nbytes) {
     const std::lock_guard guard(mutex);
     state->device[address] = nbytes;
+}
+// Takes it away, as an engine that falls asleep does, or (`on`) brings it back with other bytes in it.
+void fake_map_device_memory(std::uint64_t address, int on) {
+    const std::lock_guard guard(mutex);
+    auto& from = on != 0 ? state->unmapped : state->device;
+    auto& to = on != 0 ? state->device : state->unmapped;
+    const auto range = from.extract(address);
+    if (on != 0 && range) std::memset(reinterpret_cast<void*>(address), 0xDD, range.mapped());
+    if (range) to[address] = range.mapped();
 }
 void fake_faults(unsigned faults) {
     const std::lock_guard guard(mutex);

@@ -18,6 +18,8 @@ from connector.config import CopyBackend
 from connector.layout import AcrossTp, ChunkLayout, LayerPages
 from connector.selfcheck import MEMORY_BYTES, check_device
 from kvstore._native import Arena, DeviceCopier, class_bytes, create_memfd
+from kvstore.device_bandwidth import measure_device
+from kvstore.profiles.measured import Direction, Way
 from tests.gpu.device import Gpu, no_gpu
 from tests.unit.test_connector_shards import Kind, Model, Rank, contents, mapping, reference_chunk
 
@@ -125,6 +127,14 @@ def test_the_check_before_first_use_passes(device, backend):
     """Behind a compute stream that is busy with writing the same memory."""
     pins = backend is not CopyBackend.HOST
     check_device(device.open(backend), device.zeros(MEMORY_BYTES), device.stream, pins=pins)
+
+
+def test_it_can_be_measured(device):
+    ways = {Way.KERNEL: CopyBackend.KERNEL, Way.COPY_ENGINE: CopyBackend.COPY_ENGINE, Way.PAGEABLE: CopyBackend.HOST}
+    sizes = (2 << 10, 64 << 10)
+    found = measure_device(lambda way: device.open(ways[way]), fragment_bytes=sizes, total_bytes=1 << 20, rounds=2)
+    assert len(found.rates) == len(ways) * len(sizes) * len(Direction)
+    assert all(rate.bytes_per_s > 0 for rate in found.rates)
 
 
 @pytest.mark.gpu

@@ -55,3 +55,30 @@ def test_an_engine_that_starts_after_the_first_has_stopped_is_served(backend: Co
             assert [completion.tokens for completion in engine.generate_many(prompts)] == expected
             store.wait_for_hits(hits + PROMPTS * FULL_CHUNKS)
         assert store.failed_loads() == 0
+
+
+def test_an_engine_that_has_slept_stores_and_loads_as_before(tmp_path: Path) -> None:
+    """Its KV cache lies in other memory then, at the same addresses."""
+    if reason := no_gpu():
+        pytest.skip(f"no GPU: {reason}")
+    model = small_model(MODELS, **MODEL)
+    prompt = random_prompt(PROMPTS, PROMPT_TOKENS)
+    with running_daemon(cpu_bytes="1GiB", hash_seed=HASH_SEED) as daemon:
+        store = Store(daemon)
+        transfer = transfer_config(
+            store.endpoint, untried_cuda=True, blocks_per_chunk=BLOCKS_PER_CHUNK, admission="always"
+        )
+        arguments = {**ARGUMENTS, "enable_sleep_mode": True}
+        with Engine(model, tmp_path / "engine.log", transfer, HASH_SEED, arguments) as engine:
+            expected = engine.generate(prompt).tokens
+            store.wait_for_stores(FULL_CHUNKS)
+            for turn in range(2, 4):
+                engine.sleep(1)
+                engine.wake_up()
+                assert engine.generate(prompt).tokens == expected
+                store.wait_for_stores(turn * FULL_CHUNKS)
+                hits = store.hits()
+                engine.reset_prefix_cache()
+                assert engine.generate(prompt).tokens == expected
+                store.wait_for_hits(hits + FULL_CHUNKS)
+        assert store.failed_loads() == 0

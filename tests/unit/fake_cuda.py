@@ -48,6 +48,7 @@ def _loaded() -> ctypes.CDLL:
     for name, arguments, result in [
         ("fake_reset", (count, ctypes.c_int), None),
         ("fake_add_device_memory", (address, count), None),
+        ("fake_map_device_memory", (address, ctypes.c_int), None),
         ("fake_faults", (ctypes.c_uint,), None),
         ("fake_fail", (text, count, ctypes.c_int), None),
         ("fake_lose", (), None),
@@ -80,6 +81,14 @@ class FakeDevice:
         self._kept.append(array)
         self._lib.fake_add_device_memory(array.ctypes.data, array.nbytes)
         return array
+
+    def unmap(self, array: np.ndarray) -> None:
+        """Its memory is taken away; whoever touches it now loses the device."""
+        self._lib.fake_map_device_memory(array.ctypes.data, 0)
+
+    def map_again(self, array: np.ndarray) -> None:
+        """With other bytes in it."""
+        self._lib.fake_map_device_memory(array.ctypes.data, 1)
 
     def plant(self, faults: Fault) -> None:
         self._lib.fake_faults(int(faults))

@@ -54,6 +54,15 @@ def test_ranks_that_share_a_prefill_are_refused(role):
         build(config, role=role)
 
 
+def test_a_sleep_mode_that_nobody_here_knows_is_refused(monkeypatch):
+    config = vllm_config()
+    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
+    build(config)
+    monkeypatch.setattr(config.model_config, "sleep_mode_backend", "checkpoint", raising=False)
+    with pytest.raises(ValueError, match="sleep_mode_backend='checkpoint': start it without --enable-sleep-mode"):
+        build(config)
+
+
 @pytest.mark.parametrize(
     ("tp_size", "tp_lcm_size", "said"),
     [

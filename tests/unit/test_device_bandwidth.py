@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvstore._native import DeviceCopier
-from kvstore.device_bandwidth import Bandwidth, Direction, Way, kernel_pays_below, measure
+from kvstore.device_bandwidth import Bandwidth, measure, measure_device
+from kvstore.profiles.measured import Direction, Way
 from tests.unit.fake_cuda import FakeDevice
 
 SIZES = (2048, 65536)
@@ -56,22 +57,14 @@ def test_memory_that_is_not_page_locked_is_no_measurement_of_memory_that_is() ->
         )
 
 
-@pytest.mark.parametrize(
-    ("kernel", "engine", "below"),
-    [
-        ([9, 9, 9], [1, 5, 10], 400),  # of 100, 200, 400 bytes
-        ([9, 9, 9], [10, 10, 10], 0),
-        ([9, 9, 9], [1, 1, 1], 401),
-        ([9, 9, 9], [10, 1, 10], 400),
-    ],
-)
-def test_the_kernel_pays_below_the_size_from_which_on_the_engines_are_as_fast(
-    kernel: list[float], engine: list[float], below: int
-) -> None:
-    results = [
-        Bandwidth(way, Direction.LOAD, nbytes, (speed / 2, speed))
-        for way, speeds in ((Way.KERNEL, kernel), (Way.COPY_ENGINE, engine))
-        for nbytes, speed in zip((100, 200, 400), speeds, strict=True)
-    ]
-    results.append(Bandwidth(Way.KERNEL, Direction.STORE, 100, (100.0,)))
-    assert kernel_pays_below(results, Direction.LOAD) == below
+def test_without_a_kernel_the_other_ways_are_measured() -> None:
+    device = FakeDevice()
+
+    def without_kernel(way: Way) -> DeviceCopier:
+        return DeviceCopier(0, library=device.library, kernels=b"", load_kernel_bytes=int(way is Way.KERNEL))
+
+    with device.running():
+        found = measure_device(without_kernel, fragment_bytes=SIZES, total_bytes=1 << 20, rounds=1)
+    assert {rate.way for rate in found.rates} == {Way.COPY_ENGINE, Way.PAGEABLE}
+    assert (found.name, found.overhead_s > 0) == ("fake device", True)
+    assert device.alive() == {}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore._native import DeviceCopier
+from kvstore._native import Arena, DeviceCopier, create_memfd
 from tests.unit.fake_cuda import ILLEGAL_ADDRESS, FakeDevice
 from tests.unit.native_store import KIB, NativeStore, native_store
 
@@ -154,6 +154,15 @@ def test_a_device_that_is_not_there_says_so() -> None:
         DeviceCopier(3, library=FakeDevice().library)
 
 
+@pytest.mark.parametrize(("function", "after"), [("cuDeviceGetName", 0), ("cuStreamCreateWithPriority", 1)])
+def test_a_device_that_cannot_be_opened_whole_is_given_back(function: str, after: int) -> None:
+    device = FakeDevice()
+    device.fail(function, after=after)
+    with pytest.raises(RuntimeError, match="OUT_OF_MEMORY"):
+        DeviceCopier(0, library=device.library)
+    assert device.alive() == {}
+
+
 def test_a_kernel_that_was_not_built_is_refused_when_it_is_asked_for() -> None:
     device = FakeDevice()
     with pytest.raises(ValueError, match="this build has no copy kernel"):
@@ -171,6 +180,43 @@ def test_a_kernel_that_was_not_built_is_refused_when_it_is_asked_for() -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="a device copier with"):
         DeviceCopier(0, library=FakeDevice().library, **settings)
+
+
+@pytest.mark.parametrize("kernel_bytes", [0, 2**63])
+def test_no_address_or_offset_is_cut_to_32_bits(kernel_bytes: int) -> None:
+    total = (5 << 30) + CHUNK  # of which a few pages are ever touched
+    device = FakeDevice()
+    memory = device.add_memory(np.zeros(total, np.uint8))
+    fd = create_memfd("large", total)
+    arena = Arena(fd, total)
+    os.close(fd)
+    copier = DeviceCopier(
+        0, library=device.library, kernels=b"any", background=False, load_kernel_bytes=kernel_bytes,
+        store_kernel_bytes=kernel_bytes,
+    )  # fmt: skip
+    copier.add_memory(memory.ctypes.data, memory.nbytes)
+    copier.map_arena(arena, None, pin=True)
+    view = np.frombuffer(arena.view(), np.uint8)
+    offsets = np.array([0, (1 << 32) - 5000, 1 << 32, total - CHUNK], np.uint64)
+    values = np.random.default_rng(6).integers(1, 256, (len(offsets), 5000), np.uint8)
+    for offset, value in zip(offsets.tolist(), values, strict=True):
+        memory[offset : offset + 5000] = value
+    sizes = np.full(len(offsets), 5000, np.uint64)
+    ends = offsets + np.uint64(memory.ctypes.data), offsets[::-1] + np.uint64(arena.address)
+    nothing = np.empty(0, np.int64)
+    while copier.pin_next(arena.address) == "piece":
+        pass
+    copier.submit(1, *ends, sizes, is_load=False, compute_stream=0, blocks=nothing)
+    assert copier.wait([1], WAIT_S)
+    for offset, value in zip(offsets[::-1].tolist(), values, strict=True):
+        np.testing.assert_array_equal(view[offset : offset + 5000], value)
+        view[offset : offset + 5000] ^= 0xFF
+    copier.submit(2, *ends[::-1], sizes, is_load=True, compute_stream=0, blocks=nothing)
+    assert copier.wait([2], WAIT_S)
+    for offset, value in zip(offsets.tolist(), values, strict=True):
+        np.testing.assert_array_equal(memory[offset : offset + 5000], value ^ 0xFF)
+    assert [ended.failed for ended in copier.finished()] == [[], []]
+    copier.close()
 
 
 # ---- pinning
@@ -443,6 +489,48 @@ def test_unmapping_does_not_wait_for_a_piece_that_nobody_pins(store: NativeStore
     rig.copier.unmap_arena(store.arena.address)
     assert [(done.job, done.failed) for done in rig.copier.finished()] == [(1, [])]
     assert rig.copier.counts == (CHUNK, 0, 2 * CHUNK)
+    rig.close()
+
+
+def test_nothing_touches_device_memory_that_is_unmapped_while_the_engine_sleeps(store: NativeStore) -> None:
+    rig = Rig(store, in_flight_bytes=CHUNK)
+    rig.pin()
+    rig.memory[:] = 9
+    rig.submit(1, [(0, 0, 2 * CHUNK)], is_load=False)  # two parts; the second is not yet with the driver
+    rig.submit(2, [(CHUNK, CHUNK, CHUNK)], is_load=False)
+    rig.submit(3, [(2 * CHUNK, 2 * CHUNK, CHUNK)], is_load=True)
+    rig.copier.advance()
+    rig.submit(4, [(0, 0, CHUNK)], is_load=True)
+    rig.copier.suspend()
+    rig.device.unmap(rig.memory)
+    for is_load in (False, True):
+        rig.submit(5 + is_load, [(0, 0, CHUNK)], is_load=is_load)
+    rig.copier.advance()
+    rig.device.step()
+    ended = {done.job: (done.failed, done.settled) for done in rig.copier.finished()}
+    assert ended == {1: ([], True), 3: ([], True), **dict.fromkeys((2, 4, 5, 6), ([0], True))}
+    assert (rig.arena[: 2 * CHUNK] == 9).all()
+    rig.device.map_again(rig.memory)
+    rig.copier.resume()
+    rig.arena[:CHUNK] = 5
+    rig.submit(7, [(0, 0, CHUNK)], is_load=True)
+    assert rig.finish(7) == [(7, [], CHUNK)]
+    assert (rig.memory[:CHUNK] == 5).all()
+    assert rig.copier.lost == ""
+    rig.close()
+    assert rig.device.alive() == {}
+
+
+def test_a_copier_that_is_not_told_of_sleep_loses_the_device(store: NativeStore) -> None:
+    """What the test above would find."""
+    rig = Rig(store)
+    rig.pin()
+    rig.submit(1, [(0, 0, CHUNK)], is_load=False)
+    rig.copier.advance()
+    rig.device.unmap(rig.memory)
+    rig.device.step()
+    with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
+        rig.copier.advance()
     rig.close()
 
 
