@@ -1,5 +1,5 @@
-"""Models that mix full attention with layers that keep a state: short convolutions, linear attention, Mamba. Of a prompt
-vLLM keeps the state at the end of its last whole block; that is a chunk of its own."""
+"""Models that mix full attention with layers that keep a state: short convolutions, linear attention, Mamba. Of a
+prompt vLLM keeps the state at the end of its last whole block; that is a chunk of its own."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
