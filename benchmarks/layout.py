@@ -24,7 +24,7 @@ from connector.layout import (
     Run,
     slot_addresses,
 )
-from kvstore._native import Copier, class_bytes
+from kvstore._native import SLOT_ALIGNMENT, Copier, class_bytes
 
 LCM = 8
 STEP_TOKENS = 2_048
@@ -114,9 +114,9 @@ def _copies(name: str, geometry: Geometry, tp: int, blocks: int) -> list[Result]
     chunks = max(1, min(blocks // probe.blocks_per_chunk, COPY_BYTES_MAX // class_bytes(probe.chunk_bytes)))
     blocks = chunks * probe.blocks_per_chunk
     page = geometry.head_bytes // tp if geometry.is_state else max(1, geometry.heads // tp) * geometry.head_bytes
-    device = np.ones(geometry.layers * blocks * page, np.uint8)
+    device = _memory(geometry.layers * blocks * page)
     size = class_bytes(probe.chunk_bytes)
-    arena = np.ones(chunks * size, np.uint8)
+    arena = _memory(chunks * size)
     layout = layout_of(geometry, tp, blocks, device.ctypes.data)
     ids = np.random.default_rng(0).permutation(blocks).astype(np.int32)
     addresses = np.uint64(arena.ctypes.data) + np.arange(chunks, dtype=np.uint64) * np.uint64(size)
@@ -150,6 +150,12 @@ def _copies(name: str, geometry: Geometry, tp: int, blocks: int) -> list[Result]
     ]
     copier.close()
     return results
+
+
+def _memory(nbytes: int) -> np.ndarray:
+    """At the beginning of a page, like an arena's and an engine's; numpy's own begins 16 bytes behind it."""
+    memory = np.ones(nbytes + SLOT_ALIGNMENT, np.uint8)
+    return memory[-memory.ctypes.data % SLOT_ALIGNMENT :][:nbytes]
 
 
 def _seconds(act: Callable[[], object], rounds: int) -> list[float]:

@@ -50,6 +50,7 @@ class Family(enum.Enum):
     LLAMA = "Llama"
     GEMMA3 = "Gemma3"  # sliding windows mixed with full attention
     DEEPSEEK_V2 = "DeepseekV2"  # MLA
+    GRANITE = "GraniteMoeHybrid"  # Mamba 2 mixed with full attention
     LFM2 = "Lfm2"  # short convolutions, which keep a state, mixed with full attention
     QWEN3_NEXT = "Qwen3Next"  # linear attention (gated delta nets) mixed with full attention
 
@@ -83,6 +84,26 @@ _OF_FAMILY: Mapping[Family, tuple[str, str, Mapping[str, object]]] = {
             "v_head_dim": 32,
             "first_k_dense_replace": 3,  # all layers: no experts
             "n_routed_experts": 2,
+        },
+    ),
+    Family.GRANITE: (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 8_192,
+            "layer_types": ["mamba", "attention"] * 2,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+            "mamba_chunk_size": 8_192,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 512,
+            "position_embedding_type": "rope",
         },
     ),
     Family.LFM2: (

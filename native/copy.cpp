@@ -67,7 +67,7 @@ void copy_plain(std::byte* destination, const std::byte* source, std::size_t nby
     if (nbytes > 0) std::memcpy(destination, source, nbytes);  // of no bytes, either address may be null
 }
 
-// Asks for the first lines of each page of what is copied next: short fragments lie anywhere, so that each would wait
+// Asks for the first lines of each page of what is copied next: short fragments may lie anywhere, and each would wait
 // for memory where it begins.
 void read_ahead(const std::byte* source, std::size_t nbytes) {
     for (std::size_t page = 0; page < std::min(nbytes, AHEAD_PAGES * PAGE); page += PAGE) {
@@ -223,6 +223,8 @@ void Copier::submit(std::uint64_t number, std::vector<Fragment> fragments, Expec
     auto destination = regions_.cend();
     for (std::size_t i = 0; i < job.fragments.size(); ++i) {
         const Fragment& fragment = job.fragments[i];
+        const auto last_source = source;
+        const auto last_destination = destination;
         source = region_of(fragment.source, fragment.nbytes, source);
         destination = region_of(fragment.destination, fragment.nbytes, destination);
         if (source == regions_.end() || destination == regions_.end()) {
@@ -232,9 +234,8 @@ void Copier::submit(std::uint64_t number, std::vector<Fragment> fragments, Expec
                 " bytes at " + std::to_string(source == regions_.end() ? fragment.source : fragment.destination) +
                 ", is not inside a region");
         }
-        for (const std::uint64_t id : {source->second.id, destination->second.id}) {
-            if (job.regions.empty() || job.regions.back() != id) job.regions.push_back(id);
-        }
+        if (source != last_source) job.regions.push_back(source->second.id);
+        if (destination != last_destination) job.regions.push_back(destination->second.id);
     }
     std::sort(job.regions.begin(), job.regions.end());
     job.regions.erase(std::unique(job.regions.begin(), job.regions.end()), job.regions.end());
@@ -339,7 +340,9 @@ void Copier::run(const Job& job, const Part& part) {
         const std::uint64_t end = i == part.last ? part.last_offset : fragment.nbytes;
         if (i < part.last) {
             const Fragment& next = job.fragments[i + 1];
-            read_ahead(reinterpret_cast<const std::byte*>(next.source), next.nbytes);
+            if (next.source != fragment.source + fragment.nbytes) {
+                read_ahead(reinterpret_cast<const std::byte*>(next.source), next.nbytes);
+            }
         }
         copy_bytes(reinterpret_cast<std::byte*>(fragment.destination + begin),
                    reinterpret_cast<const std::byte*>(fragment.source + begin), end - begin);
