@@ -58,7 +58,7 @@ def require_supported_version() -> None:
 def hands_over_states() -> bool:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import GroupOffloadConfig
 
-    return "requires_cow_source" in GroupOffloadConfig._fields
+    return hasattr(GroupOffloadConfig, "requires_cow_source")
 
 
 def offload_whole_chunks_only(scheduler: "OffloadingConnectorScheduler") -> None:
