@@ -40,7 +40,7 @@ from kvstore.observations import Scheduled
 logger = logging.getLogger("vllm.connector.scheduler")
 
 LEARNED_TOLD_S = 5.0
-STATE_WAIT_S = 0.05  # how long a request may wait for a state's slot; the daemon answers within a millisecond or two
+STATE_WAIT_S = 0.2  # how long a request may wait for a state's slot; the daemon answers within a millisecond or two
 
 _HIT, _MISSED = LookupResult.HIT, LookupResult.MISS  # `lookup` is called for every key, and an enum's names are slow
 

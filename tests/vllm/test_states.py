@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from connector import compat
 from connector.testing import Engine, EngineDied, Family, random_prompt, small_model, transfer_config
 from tests.vllm.falsifying_connector import TRAP_VARIABLE
 from tests.vllm.support import HASH_SEED, MODELS, ROOT, Store, failed_load_chunks, loaded_chunks
 
 BOUNDARY = 1024  # in tokens
 PROMPT_TOKENS = BOUNDARY + 70
+pytestmark = pytest.mark.skipif(not compat.hands_over_states(), reason="vLLM hands over states from 0.32 on")
 VLLM_CANNOT = "CPU GDN attention requires"  # 0.32, where the processor has no instructions for bfloat16
 
 
