@@ -16,7 +16,7 @@ Invariants, checked by `problems`:
   have grown.
 * A slot that is not held may still bear a valid header only of the chunks that `ghosts` names for it.
 
-Memory: about 400 bytes for each chunk held.
+Memory: about 500 bytes for each chunk held.
 """
 
 import heapq
@@ -155,10 +155,10 @@ class Usage:
 
 
 @dataclass(slots=True)
-class _Limited:
-    """A tenant with a quota, and its chunks, oldest first."""
+class _Tenant:
+    """`lru`: its chunks, oldest first; kept for every tenant, so that a first quota has nothing to look for."""
 
-    quota_bytes: int
+    quota_bytes: int | None = None
     used_bytes: int = 0
     lru: OrderedDict[ChunkId, Entry] = field(default_factory=OrderedDict)
 
@@ -183,7 +183,7 @@ class Catalog:
         self.entries: dict[ChunkId, Entry] = {}
         self.on_change: Callable[[ChunkId, bool], None] | None = None  # held (True) or forgotten
         self.usage: dict[tuple[bytes, bytes], Usage] = {}  # by namespace and tenant
-        self._limited: dict[bytes, _Limited] = {}  # by tenant
+        self._tenants: dict[bytes, _Tenant] = {}  # that have chunks or a quota
         self.tick = 0
         self.reserved_bytes = 0  # of slabs being made or removed
         self.barred_numbers: set[int] = set()  # of slabs being made, or whose file could not be removed
@@ -345,9 +345,9 @@ class Catalog:
         slab.newest = max(slab.newest, tick)
         slab.size_class.lru[chunk] = entry
         self.entries[chunk] = entry
-        if (limited := self._limited.get(chunk.tenant)) is not None:
-            limited.lru[chunk] = entry
-            limited.used_bytes += slab.slot_bytes
+        tenant = self._tenant(chunk.tenant)
+        tenant.lru[chunk] = entry
+        tenant.used_bytes += slab.slot_bytes
         if self.on_change is not None:
             self.on_change(chunk, True)
         self.used_bytes += slab.slot_bytes
@@ -365,9 +365,10 @@ class Catalog:
         if self.on_change is not None:
             self.on_change(entry.chunk, False)
         del slab.size_class.lru[entry.chunk]
-        if (limited := self._limited.get(entry.chunk.tenant)) is not None:
-            del limited.lru[entry.chunk]
-            limited.used_bytes -= slab.slot_bytes
+        tenant = self._tenants[entry.chunk.tenant]
+        del tenant.lru[entry.chunk]
+        tenant.used_bytes -= slab.slot_bytes
+        self._drop_idle_tenant(entry.chunk.tenant)
         del slab.held[entry.place.slot]
         slab.taken += 1
         self.used_bytes -= slab.slot_bytes
@@ -382,8 +383,7 @@ class Catalog:
         entry.tick = self._next_tick()
         entry.place.slab.newest = entry.tick
         entry.place.slab.size_class.lru.move_to_end(entry.chunk)
-        if (limited := self._limited.get(entry.chunk.tenant)) is not None:
-            limited.lru.move_to_end(entry.chunk)
+        self._tenants[entry.chunk.tenant].lru.move_to_end(entry.chunk)
 
     def _next_tick(self) -> int:
         self.tick = max(self.tick + 1, self._clock_us())
@@ -396,32 +396,34 @@ class Catalog:
 
     # Quotas
 
+    def _tenant(self, tenant: bytes) -> _Tenant:
+        known = self._tenants.get(tenant)
+        if known is None:
+            known = self._tenants[tenant] = _Tenant()
+        return known
+
+    def _drop_idle_tenant(self, tenant: bytes) -> None:
+        if not self._tenants[tenant].lru and self._tenants[tenant].quota_bytes is None:
+            del self._tenants[tenant]
+
     def set_quota(self, tenant: bytes, nbytes: int | None) -> int:
-        """None: no limit. What the tenant's chunks take, where there is one. Looks at every chunk when it is the
-        tenant's first."""
-        if nbytes is None:
-            self._limited.pop(tenant, None)
-            return 0
-        limited = self._limited.get(tenant)
-        if limited is None:
-            own = [entry for chunk, entry in self.entries.items() if chunk.tenant == tenant]
-            own.sort(key=lambda entry: entry.tick)
-            limited = self._limited[tenant] = _Limited(nbytes, lru=OrderedDict((entry.chunk, entry) for entry in own))
-            limited.used_bytes = sum(entry.slot_bytes for entry in own)
-        limited.quota_bytes = nbytes
-        return limited.used_bytes
+        """None: no limit. What the tenant's chunks take, where there is one."""
+        self._tenant(tenant).quota_bytes = nbytes
+        used_bytes = self._tenants[tenant].used_bytes
+        self._drop_idle_tenant(tenant)
+        return used_bytes if nbytes is not None else 0
 
     def is_limited(self, tenant: bytes) -> bool:
-        return tenant in self._limited
+        return tenant in self._tenants and self._tenants[tenant].quota_bytes is not None
 
     def beyond_quota(self, tenant: bytes, nbytes: int) -> bool:
         """Whether so much more would be."""
-        limited = self._limited.get(tenant)
-        return limited is not None and limited.used_bytes + nbytes > limited.quota_bytes
+        known = self._tenants.get(tenant)
+        return known is not None and known.quota_bytes is not None and known.used_bytes + nbytes > known.quota_bytes
 
     def oldest_of(self, tenant: bytes) -> Entry | None:
         """Of a tenant with a quota: what goes first, if anything may."""
-        return next((entry for entry in self._limited[tenant].lru.values() if entry.readers == 0), None)
+        return next((entry for entry in self._tenants[tenant].lru.values() if entry.readers == 0), None)
 
     # What has to go
 
@@ -488,12 +490,15 @@ class Catalog:
         used = sum(entry.slot_bytes for entry in self.entries.values())
         if used != self.used_bytes or used != sum(usage.nbytes for usage in self.usage.values()):
             yield f"{used} bytes held, {self.used_bytes} accounted for"
-        for tenant, limited in self._limited.items():
-            own = [entry for chunk, entry in self.entries.items() if chunk.tenant == tenant]
-            if limited.used_bytes != sum(entry.slot_bytes for entry in own) or limited.lru.keys() != {
-                entry.chunk for entry in own
-            }:
-                yield f"{limited.used_bytes} bytes of a tenant with a quota, and {len(own)} chunks do not agree"
+        if sum(len(tenant.lru) for tenant in self._tenants.values()) != len(self.entries):
+            yield "a chunk that is not its tenant's"
+        for tenant in self._tenants.values():
+            if tenant.used_bytes != sum(entry.slot_bytes for entry in tenant.lru.values()):
+                yield f"{tenant.used_bytes} bytes of a tenant, and {len(tenant.lru)} chunks do not agree"
+            if any(self.entries.get(chunk) is not entry for chunk, entry in tenant.lru.items()):
+                yield "a tenant's chunk that is not held"
+            if list(tenant.lru.values()) != sorted(tenant.lru.values(), key=lambda entry: entry.tick):
+                yield f"{len(tenant.lru)} chunks of a tenant are not in the order of their use"
         for entry in self.entries.values():
             if slot_bytes_for(entry.payload_bytes) != entry.slot_bytes:
                 yield f"{entry.payload_bytes} bytes in a slot of {entry.slot_bytes}"
