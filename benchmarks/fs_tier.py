@@ -35,11 +35,12 @@ from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.testing import running_daemon, start_daemon
 from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Released, Scope, WriteOutcome
 from kvstore.tiers.conformance import Memories, chunk_id
-from kvstore.tiers.fs import FsOptions, FsTier
+from kvstore.tiers.fs import FsTier
 from kvstore.tiers.fs_directory import FsDirectory
 from kvstore.tiers.fs_format import BLOCK_BYTES, slot_bytes_for, slot_offset
 from kvstore.tiers.fs_paths import INDEX
 from kvstore.tiers.fs_recovery import SCAN_THREADS
+from kvstore.tiers.fs_serving import FsOptions
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.tiers.base import ChunkId
-from kvstore.tiers.fs_format import BLOCK_BYTES, SLOTS_PER_SLAB_MAX, slab_file_bytes, slot_bytes_for
+from kvstore.tiers.fs_format import BLOCK_BYTES, SLOTS_PER_SLAB_MAX, SlabHeader, slab_file_bytes, slot_bytes_for
 
 TICKS_ARE_TIMES_FROM = 1_500_000_000_000_000  # a time in 2017; what a rebuild takes from headers is less by far
 SLABS_PER_TIER = 64  # of the usual size; so many that taking one from a class hurts little, so few that they are cheap
@@ -100,6 +100,11 @@ class Slab:
     @property
     def idle(self) -> bool:
         return self.taken == 0 and self.reading == 0
+
+    def next_epoch(self, directory_id: bytes) -> SlabHeader:
+        """Raises it, for a header that says so: no slot written before counts once that is on disk."""
+        self.epoch += 1
+        return SlabHeader(self.number, self.epoch, self.slot_bytes, self.slot_count, directory_id)
 
 
 class Place(NamedTuple):
@@ -413,13 +418,15 @@ class Catalog:
         self._drop_idle_tenant(tenant)
         return used_bytes if nbytes is not None else 0
 
-    def is_limited(self, tenant: bytes) -> bool:
-        return tenant in self._tenants and self._tenants[tenant].quota_bytes is not None
+    def quota_of(self, tenant: bytes) -> int | None:
+        known = self._tenants.get(tenant)
+        return known.quota_bytes if known is not None else None
 
     def beyond_quota(self, tenant: bytes, nbytes: int) -> bool:
-        """Whether so much more would be."""
-        known = self._tenants.get(tenant)
-        return known is not None and known.quota_bytes is not None and known.used_bytes + nbytes > known.quota_bytes
+        """Whether so much more would be, of a tenant with a quota."""
+        known = self._tenants[tenant]
+        assert known.quota_bytes is not None, f"tenant {tenant.hex()} has no quota"
+        return known.used_bytes + nbytes > known.quota_bytes
 
     def oldest_of(self, tenant: bytes) -> Entry | None:
         """Of a tenant with a quota: what goes first, if anything may."""
