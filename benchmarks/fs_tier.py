@@ -3,8 +3,8 @@
 In a directory of its own among the temporary files (TMPDIR), which should be on the disk in question, with 4 GB free.
 
 store, load   chunks of three sizes, so many in flight, through a tier of this process (checksums on, commits of the
-              index included), beside direct reads and writes of the same slots of the same files by as many threads,
-              in turns. GB/s of payload.
+              index included), beside direct reads and writes of the same slots of the same files, a call each, by as
+              many threads, in turns. All slots have been written to before. GB/s of payload.
 ready         a daemon on a directory with 100,000 chunks, from the start of its process to its ready line, beside one
               on an empty directory, in turns. Then how long until it holds them all.
 rebuild       the same directory without its index, beside a read of 4 KiB of each slot by the same number of threads.
@@ -12,7 +12,9 @@ loop delay    how late the daemon's heartbeat comes while clients keep its disk 
 """
 
 import asyncio
+import gc
 import os
+import select
 import shutil
 import statistics
 import tempfile
@@ -22,25 +24,30 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.report import Result, main, spread
 from kvstore._native import IoPool
 from kvstore.client import StoreClient
 from kvstore.limits import HEARTBEAT_INTERVAL_MS
+from kvstore.server import OLD_COLLECTIONS_APART
 from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.testing import running_daemon, start_daemon
-from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Scope, WriteOutcome
-from kvstore.tiers.conformance import Memories, chunk_id, outcome_of
-from kvstore.tiers.fs import FsOptions, FsTier
+from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Released, Scope, WriteOutcome
+from kvstore.tiers.conformance import Memories, chunk_id
+from kvstore.tiers.fs import FsTier
 from kvstore.tiers.fs_directory import FsDirectory
 from kvstore.tiers.fs_format import BLOCK_BYTES, slot_bytes_for, slot_offset
 from kvstore.tiers.fs_paths import INDEX
 from kvstore.tiers.fs_recovery import SCAN_THREADS
+from kvstore.tiers.fs_serving import FsOptions
+
+T = TypeVar("T")
 
 SIZES = (512 << 10, 2 << 20, 8 << 20)
 DEPTHS = (1, 4, 16)
 ROUND_BYTES = 256 << 20
-ROUNDS = 3
+ROUNDS = 5
 INDEXED_CHUNKS = 100_000
 SMALL_BYTES = 4096  # of an indexed chunk
 STARTS = 5
@@ -83,81 +90,82 @@ async def _throughput(path: Path, chunk_bytes: int, depth: int) -> dict[str, lis
         memories.fill(number, os.urandom(64) * (chunk_bytes // 64))
     options = FsOptions(
         fs_bytes=2 * ROUND_BYTES + (64 << 20),
-        slab_bytes=ROUND_BYTES + (1 << 20) * count,  # all of it in one slab
-        n_read_threads=depth,
-        n_write_threads=depth,
+        slab_bytes=count * slot_bytes_for(chunk_bytes),  # all of it in one slab, every slot of which is used
         io_deadline_ms=60_000,
     )
     seconds: dict[str, list[float]] = {name: [] for name in ("raw store", "store", "raw load", "load")}
-    slab_fd, offsets = -1, []
     async with open_tier(path, options, memories) as tier:
         for turn in range(ROUNDS + 1):  # the first one makes the slab and writes to it for the first time
             chunks = [chunk_id(turn * count + number) for number in range(count)]
-            if turn > 0:
-                # To the places of the turn before, which are free again.
-                seconds["raw store"].append(await _raw(os.pwritev, slab_fd, offsets, memories, depth))
-            seconds["store"].append(await _all(_write(tier), chunks, memories, depth))
+            seconds["store"].append(await _all(tier.write, WriteOutcome.STORED, chunks, memories, depth))
             entries = [tier._catalog.entries[chunk] for chunk in chunks]
             slab_fd = entries[0].place.slab.fd
             assert all(entry.place.slab.fd == slab_fd for entry in entries), "more than one slab"
             offsets = [slot_offset(entry.place.slot, entry.slot_bytes) for entry in entries]
-            seconds["load"].append(await _all(_read(tier), chunks, memories, depth))
-            seconds["raw load"].append(await _raw(os.preadv, slab_fd, offsets, memories, depth))
+            if turn % 2:
+                seconds["raw load"].append(await _raw(os.preadv, slab_fd, offsets, memories, depth))
+            seconds["load"].append(await _all(tier.read, ReadOutcome.READ, chunks, memories, depth))
+            if not turn % 2:
+                seconds["raw load"].append(await _raw(os.preadv, slab_fd, offsets, memories, depth))
             removed = asyncio.get_running_loop().create_future()
             tier.remove(Scope(), removed.set_result)
             await removed
-    skip = {"raw store": 0}  # it had no first turn
-    return {
-        name: [ROUND_BYTES / each / 1e9 for each in values[skip.get(name, 1) :]] for name, values in seconds.items()
-    }
+            # To places that are free again.
+            seconds["raw store"].append(await _raw(os.pwritev, slab_fd, offsets, memories, depth))
+    return {name: [ROUND_BYTES / each / 1e9 for each in values[1:]] for name, values in seconds.items()}
 
 
 async def _all(
-    one: Callable[[ChunkId, Memory], object], chunks: list[ChunkId], memories: Memories, depth: int
+    start: Callable[[ChunkId, Memory, Callable[[T], None], Released], None],
+    expected: T,
+    chunks: list[ChunkId],
+    memories: Memories,
+    depth: int,
 ) -> float:
+    """Seconds for all of them: each one that ends starts the next."""
     waiting = list(enumerate(chunks))[::-1]
+    ended = asyncio.get_running_loop().create_future()
+    running = 0
 
-    async def worker() -> None:
-        while waiting:
-            number, chunk = waiting.pop()
-            await one(chunk, memories.place(number))  # type: ignore[misc]
+    def done(outcome: T) -> None:
+        assert outcome is expected, outcome
+
+    def start_next() -> None:
+        nonlocal running
+        number, chunk = waiting.pop()
+        running += 1
+        start(chunk, memories.place(number % memories.count), done, released)
+
+    def released() -> None:
+        nonlocal running
+        running -= 1
+        if waiting:
+            start_next()
+        elif not running:
+            ended.set_result(None)
 
     begin_s = time.perf_counter()
-    await asyncio.gather(*(worker() for _ in range(depth)))
+    for _ in range(depth):
+        start_next()
+    await ended
     return time.perf_counter() - begin_s
-
-
-def _write(tier: FsTier) -> Callable[[ChunkId, Memory], object]:
-    async def write(chunk: ChunkId, memory: Memory) -> None:
-        assert await outcome_of(tier.write, chunk, memory) is WriteOutcome.STORED
-
-    return write
-
-
-def _read(tier: FsTier) -> Callable[[ChunkId, Memory], object]:
-    async def read(chunk: ChunkId, memory: Memory) -> None:
-        assert await outcome_of(tier.read, chunk, memory) is ReadOutcome.READ
-
-    return read
 
 
 async def _raw(call: Callable[..., int], fd: int, offsets: list[int], memories: Memories, depth: int) -> float:
     """Head and payload of every slot in one call each, without checksums."""
-    heads = threading.local()
     view = memoryview(memories._map)
     stride = len(view) // memories.count
 
-    def one(number: int) -> None:
-        if not hasattr(heads, "block"):
-            heads.block = Memories(1, BLOCK_BYTES)._map
-        payload = view[number * stride : (number + 1) * stride]
-        assert call(fd, [heads.block, payload], offsets[number]) == BLOCK_BYTES + stride
+    def every(first: int) -> None:
+        head = Memories(1, BLOCK_BYTES)._map
+        for number in range(first, len(offsets), depth):
+            payload = view[number * stride : (number + 1) * stride]
+            assert call(fd, [head, payload], offsets[number]) == BLOCK_BYTES + stride
 
     def run() -> float:
         with ThreadPoolExecutor(depth) as pool:
-            list(pool.map(one, range(depth)))  # the threads are there
             begin_s = time.perf_counter()
-            list(pool.map(one, range(len(offsets))))
+            list(pool.map(every, range(depth)))
             return time.perf_counter() - begin_s
 
     return await asyncio.to_thread(run)
@@ -167,6 +175,7 @@ async def _raw(call: Callable[..., int], fd: int, offsets: list[int], memories: 
 
 
 def restarts(folder: Path) -> list[Result]:
+    gc.set_threshold(*gc.get_threshold()[:2], OLD_COLLECTIONS_APART)  # as in the daemon
     path, empty = folder / "indexed", folder / "empty"
     fs_bytes = 2 * INDEXED_CHUNKS * slot_bytes_for(SMALL_BYTES)
     options = FsOptions(fs_bytes=fs_bytes, queue_max=1_024)
@@ -181,9 +190,8 @@ def restarts(folder: Path) -> list[Result]:
     rebuild_s, raw_s = [], []
     for _ in range(ROUNDS):
         (path / INDEX).unlink()
-        begin_s = time.perf_counter()
-        slots = asyncio.run(_open(path, options))
-        rebuild_s.append(time.perf_counter() - begin_s)
+        taken_s, slots = asyncio.run(_rebuild(path, options))
+        rebuild_s.append(taken_s)
         raw_s.append(_read_heads(slots))
     return [
         Result("ready, later than empty", round(later_s, 4), "s", READY_LATER_S_MAX, round(later_s / 0.5, 4)),
@@ -196,34 +204,34 @@ def restarts(folder: Path) -> list[Result]:
 async def _fill(path: Path, options: FsOptions) -> None:
     memories = Memories(256, SMALL_BYTES)
     async with open_tier(path, options, memories) as tier:
-        await _all(_write(tier), [chunk_id(number) for number in range(INDEXED_CHUNKS)], memories, 256)
+        chunks = [chunk_id(number) for number in range(INDEXED_CHUNKS)]
+        await _all(tier.write, WriteOutcome.STORED, chunks, memories, 256)
 
 
-async def _open(path: Path, options: FsOptions) -> list[tuple[str, int]]:
-    """File and offset of every slot."""
+async def _rebuild(path: Path, options: FsOptions) -> tuple[float, dict[str, list[int]]]:
+    """Seconds until the tier is ready, and the offsets of all slots by file."""
+    begin_s = time.perf_counter()
     async with open_tier(path, options, Memories(1, SMALL_BYTES)) as tier:
+        taken_s = time.perf_counter() - begin_s
         assert tier.stats().chunks == INDEXED_CHUNKS, f"{tier.stats().chunks} chunks came back"
-        return [
-            (os.readlink(f"/proc/self/fd/{slab.fd}"), slot_offset(slot, slab.slot_bytes))
+        return taken_s, {
+            os.readlink(f"/proc/self/fd/{slab.fd}"): [
+                slot_offset(slot, slab.slot_bytes) for slot in range(slab.slot_count)
+            ]
             for slab in tier._catalog.slabs.values()
-            for slot in range(slab.slot_count)
-        ]
+        }
 
 
-def _read_heads(slots: list[tuple[str, int]]) -> float:
-    fds = {name: os.open(name, os.O_RDONLY | os.O_DIRECT) for name in {name for name, _ in slots}}
+def _read_heads(slots: dict[str, list[int]]) -> float:
+    fds = {name: os.open(name, os.O_RDONLY | os.O_DIRECT) for name in slots}
     pool = IoPool(SCAN_THREADS, 1)
     begin_s = time.perf_counter()
-    waiting, running, done = iter(slots), 0, 0
-    while done < len(slots):
-        while running < 256 and (slot := next(waiting, None)) is not None:
-            pool.read(running, fds[slot[0]], slot[1], 0, 0, with_head=True)
-            running += 1
-        ended = len(pool.poll())
-        running -= ended
-        done += ended
-        if not ended:
-            time.sleep(0.0001)
+    for name, offsets in slots.items():
+        pool.read_heads(0, fds[name], offsets)
+        done = 0
+        while done < len(offsets):
+            select.select([pool.event_fd], [], [])
+            done += len(pool.poll())
     taken_s = time.perf_counter() - begin_s
     pool.close(1.0)
     for fd in fds.values():

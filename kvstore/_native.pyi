@@ -537,7 +537,7 @@ class IoDone:
     def head(self) -> bytes: ...
 
 class IoPool:
-    """Threads that read and write (head, payload) pairs, adjacent in the file, in one call each. Safe from any thread.
+    """Threads that read and write (head, payload) pairs, adjacent in the file, in pieces. Safe from any thread.
 
     Reads go first. Payloads must lie in a region, else ValueError and nothing is done; their memory belongs to the
     pool until the request was reported with `late` False. Deadlines count from submission; 0: none.
@@ -562,6 +562,9 @@ class IoPool:
     ) -> None:
         """With a head: IO_HEAD_BYTES at the offset go to `IoDone.head`, the `nbytes` behind them to the address."""
 
+    def read_heads(self, first_request: int, fd: int, offsets: list[int]) -> None:
+        """Heads alone, as requests of rising numbers."""
+
     def write(
         self,
         request: int,
@@ -575,7 +578,9 @@ class IoPool:
         head_checksum_at: int = -1,
         deadline_ms: int = 0,
     ) -> None:
-        """`payload_checksum_at`: where in the head the payload's CRC-32C goes before it is written; then that of the
+        """The head is written while other pieces are under way, so only success says what lies there.
+
+        `payload_checksum_at`: where in the head the payload's CRC-32C goes before it is written; then that of the
         head's first `head_checksum_at` bytes goes behind them. Both little-endian, 4 bytes; negative: nowhere."""
 
     def poll(self) -> list[IoDone]:

@@ -57,8 +57,9 @@ from kvstore.service import Admin, Chunks, Sessions, TokenInterceptor, clock_ms
 from kvstore.store import Store
 from kvstore.tenant import TENANT_KEY_BYTES
 from kvstore.tiers.cpu import CpuTier
-from kvstore.tiers.fs import FsOptions, FsTier
+from kvstore.tiers.fs import FsTier
 from kvstore.tiers.fs_directory import DirectoryInUse, FsDirectory
+from kvstore.tiers.fs_serving import FsOptions
 
 LOCK_FILE = "kvstore.lock"
 INSTANCE_ID_BYTES = 16

@@ -645,6 +645,14 @@ void bind_io(nb::module_& m) {
             "request"_a, "fd"_a, "offset"_a, "address"_a, "nbytes"_a, nb::kw_only(), "with_head"_a = false,
             "deadline_ms"_a = 0)
         .def(
+            "read_heads",
+            [](IoPool& pool, std::uint64_t first_request, int fd, const std::vector<std::uint64_t>& offsets) {
+                const nb::gil_scoped_release release;
+                for (std::size_t i = 0; i < offsets.size(); ++i)
+                    pool.submit({.id = first_request + i, .fd = fd, .offset = offsets[i], .has_head = true});
+            },
+            "first_request"_a, "fd"_a, "offsets"_a)
+        .def(
             "write",
             [](IoPool& pool, std::uint64_t request, int fd, std::uint64_t offset, std::uintptr_t address,
                std::uint64_t nbytes, const nb::bytes& head, int payload_checksum_at, int head_checksum_at,

@@ -50,6 +50,30 @@ std::uint32_t update_table(std::uint32_t crc, const unsigned char* at, std::size
     return crc;
 }
 
+// Appending zero bytes to a message is a linear map of its register, kept as four tables.
+struct Shift {
+    std::array<std::array<std::uint32_t, 256>, 4> tables;
+    std::uint32_t operator()(std::uint32_t crc) const {
+        return tables[0][crc & 0xff] ^ tables[1][(crc >> 8) & 0xff] ^ tables[2][(crc >> 16) & 0xff] ^
+               tables[3][crc >> 24];
+    }
+};
+
+Shift make_shift(std::size_t zero_bytes) {
+    std::array<std::uint32_t, 32> image{};  // of each single bit
+    for (int bit = 0; bit < 32; ++bit) {
+        std::uint32_t crc = std::uint32_t{1} << bit;
+        for (std::size_t i = 0; i < zero_bytes; ++i) crc = (crc >> 8) ^ TABLES[0][crc & 0xff];
+        image[bit] = crc;
+    }
+    Shift shift{};
+    for (int part = 0; part < 4; ++part)
+        for (std::uint32_t byte = 0; byte < 256; ++byte)
+            for (int bit = 0; bit < 8; ++bit)
+                if (byte >> bit & 1) shift.tables[part][byte] ^= image[8 * part + bit];
+    return shift;
+}
+
 #if defined(__x86_64__) || defined(__aarch64__)
 
 #if defined(__x86_64__)
@@ -79,31 +103,8 @@ constexpr const char* INSTRUCTION = "armv8";
 #endif
 
 // The instruction has a latency of three cycles and can start every cycle, so three runs of LANE bytes go side by side
-// and are joined afterwards: appending n zero bytes to a message is a linear map of its register, kept as four tables.
+// and are joined afterwards.
 constexpr std::size_t LANE = 1360;  // three lanes are just under 4 KiB, so a header block takes the fast way as well
-
-struct Shift {
-    std::array<std::array<std::uint32_t, 256>, 4> tables;
-    std::uint32_t operator()(std::uint32_t crc) const {
-        return tables[0][crc & 0xff] ^ tables[1][(crc >> 8) & 0xff] ^ tables[2][(crc >> 16) & 0xff] ^
-               tables[3][crc >> 24];
-    }
-};
-
-Shift make_shift(std::size_t zero_bytes) {
-    std::array<std::uint32_t, 32> image{};  // of each single bit
-    for (int bit = 0; bit < 32; ++bit) {
-        std::uint32_t crc = std::uint32_t{1} << bit;
-        for (std::size_t i = 0; i < zero_bytes; ++i) crc = (crc >> 8) ^ TABLES[0][crc & 0xff];
-        image[bit] = crc;
-    }
-    Shift shift{};
-    for (int part = 0; part < 4; ++part)
-        for (std::uint32_t byte = 0; byte < 256; ++byte)
-            for (int bit = 0; bit < 8; ++bit)
-                if (byte >> bit & 1) shift.tables[part][byte] ^= image[8 * part + bit];
-    return shift;
-}
 
 KVSTORE_CRC_TARGET std::uint32_t update_instruction(std::uint32_t crc, const unsigned char* at, std::size_t nbytes) {
     static const Shift shift = make_shift(LANE);
@@ -141,6 +142,11 @@ const bool HAS_INSTRUCTION = has_instruction();
 std::uint32_t crc32c(const void* bytes, std::size_t nbytes) {
     const auto* at = static_cast<const unsigned char*>(bytes);
     return ~(HAS_INSTRUCTION ? update_instruction(~0U, at, nbytes) : update_table(~0U, at, nbytes));
+}
+
+std::uint32_t crc32c_joined(std::uint32_t before, std::uint32_t piece) {
+    static const Shift shift = make_shift(CRC32C_PIECE_BYTES);
+    return shift(before) ^ piece;
 }
 
 std::uint32_t crc32c_table(const void* bytes, std::size_t nbytes) {

@@ -11,6 +11,11 @@ namespace kvstore {
 
 std::uint32_t crc32c(const void* bytes, std::size_t nbytes);
 
+// A message in pieces: all but the first are of CRC32C_PIECE_BYTES. `crc32c_joined` is the whole's checksum, from that
+// of what comes before a piece and that of the piece.
+inline constexpr std::size_t CRC32C_PIECE_BYTES = std::size_t{256} << 10;
+std::uint32_t crc32c_joined(std::uint32_t before, std::uint32_t piece);
+
 // What `crc32c` uses on this host: "sse4.2", "armv8" or "table".
 const char* crc32c_kind();
 

@@ -1,9 +1,12 @@
 #include "io.h"
 
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <cstdlib>
@@ -27,12 +30,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto WRITE_PATIENCE = std::chrono::milliseconds(20);
-
-struct Job {
-    IoRequest request;
-    std::uint64_t ticket = 0;  // order of submission, unique
-    Clock::time_point submitted;
-};
+constexpr int NICENESS = 5;  // of a thread that moves pieces: where cores are few, the event loop goes first
 
 struct FreeAligned {
     void operator()(std::byte* block) const { std::free(block); }
@@ -49,19 +47,66 @@ void put_checksum(std::byte* head, int at, std::uint32_t value) {
     for (int i = 0; i < 4; ++i) head[at + i] = static_cast<std::byte>(value >> (8 * i));
 }
 
-// The whole of head and payload, or an errno. A call that stops half way is taken up where it stopped.
-int transfer(const IoRequest& request, std::byte* head) {
-    const std::uint64_t head_bytes = request.has_head ? IO_HEAD_BYTES : 0;
-    const std::uint64_t total = head_bytes + request.nbytes;
+// A part of the payload.
+struct Piece {
+    std::uint64_t at = 0;
+    std::uint64_t nbytes = 0;
+};
+
+struct Job {
+    Job(IoRequest&& what, std::uint64_t number)
+        : request(std::move(what)),
+          ticket(number),
+          pieces(std::max<std::uint64_t>(1, request.nbytes / CRC32C_PIECE_BYTES)),
+          checksums(pieces),
+          unsummed(pieces),
+          untaken(pieces),
+          unfinished(pieces) {}
+
+    const IoRequest request;
+    const std::uint64_t ticket;  // order of submission, unique
+    const Clock::time_point submitted = Clock::now();
+    const std::size_t pieces;
+    // Each element is written by the thread that took the piece, and read when `unsummed` or `unfinished` says so.
+    std::vector<std::uint32_t> checksums;
+    std::atomic<std::size_t> unsummed;  // pieces of a write that have no checksum yet
+    std::vector<std::byte> head;        // that was read
+    // Under the pool's mutex:
+    std::size_t untaken;     // the last piece is taken first
+    std::size_t unfinished;  // pieces
+    int error = 0;
+
+    Clock::time_point deadline() const { return submitted + request.deadline; }
+
+    // The first one has what is left over, for all others are of the size that checksums are joined by.
+    Piece piece(std::size_t number) const {
+        const std::uint64_t first = request.nbytes - (pieces - 1) * CRC32C_PIECE_BYTES;
+        if (number == 0) return {0, first};
+        return {first + (number - 1) * CRC32C_PIECE_BYTES, CRC32C_PIECE_BYTES};
+    }
+
+    std::uint32_t checksum() const {
+        std::uint32_t whole = checksums[0];
+        for (std::size_t i = 1; i < pieces; ++i) whole = crc32c_joined(whole, checksums[i]);
+        return whole;
+    }
+};
+using Jobs = std::deque<std::shared_ptr<Job>>;
+
+// The whole of a piece, behind the head where there is one, or an errno. A call that stops half way is taken up where
+// it stopped.
+int transfer(const IoRequest& request, std::byte* head, Piece piece) {
+    const std::uint64_t head_bytes = head != nullptr ? IO_HEAD_BYTES : 0;
+    const std::uint64_t begin = request.offset + piece.at + (request.has_head && head == nullptr ? IO_HEAD_BYTES : 0);
     std::uint64_t done = 0;
-    while (done < total) {
+    while (done < head_bytes + piece.nbytes) {
         iovec parts[2];
         int count = 0;
         if (done < head_bytes) parts[count++] = {head + done, head_bytes - done};
-        const std::uint64_t in_payload = done > head_bytes ? done - head_bytes : 0;
-        if (in_payload < request.nbytes)
-            parts[count++] = {reinterpret_cast<void*>(request.address + in_payload), request.nbytes - in_payload};
-        const auto at = static_cast<off_t>(request.offset + done);
+        const std::uint64_t in_piece = done > head_bytes ? done - head_bytes : 0;
+        if (in_piece < piece.nbytes)
+            parts[count++] = {reinterpret_cast<void*>(request.address + piece.at + in_piece), piece.nbytes - in_piece};
+        const auto at = static_cast<off_t>(begin + done);
         const ssize_t moved =
             request.is_write ? ::pwritev(request.fd, parts, count, at) : ::preadv(request.fd, parts, count, at);
         if (moved < 0) {
@@ -74,25 +119,32 @@ int transfer(const IoRequest& request, std::byte* head) {
     return 0;
 }
 
-IoDone run(IoRequest& request, std::byte* head) {
-    IoDone done;
-    done.id = request.id;
-    const auto* payload = reinterpret_cast<const void*>(request.address);
-    if (request.is_write) {
-        if (request.has_head) std::memcpy(head, request.head.data(), IO_HEAD_BYTES);
-        if (request.payload_checksum_at >= 0) {
-            done.checksum = crc32c(payload, request.nbytes);
-            put_checksum(head, request.payload_checksum_at, done.checksum);
-        }
-        if (request.head_checksum_at >= 0)
-            put_checksum(head, request.head_checksum_at, crc32c(head, request.head_checksum_at));
+int write_piece(Job& job, std::size_t number, std::byte* head) {
+    const IoRequest& request = job.request;
+    const Piece piece = job.piece(number);
+    if (request.payload_checksum_at >= 0)
+        job.checksums[number] = crc32c(reinterpret_cast<const void*>(request.address + piece.at), piece.nbytes);
+    if (--job.unsummed == 0) job.unsummed.notify_all();
+    if (number > 0 || !request.has_head) return transfer(request, nullptr, piece);
+    std::memcpy(head, request.head.data(), IO_HEAD_BYTES);
+    if (request.payload_checksum_at >= 0) {
+        // All others are taken, and a checksum waits for nothing.
+        while (const std::size_t left = job.unsummed) job.unsummed.wait(left);
+        put_checksum(head, request.payload_checksum_at, job.checksum());
     }
-    done.error = transfer(request, head);
-    if (!request.is_write && done.error == 0) {
-        if (request.has_head) done.head.assign(head, head + IO_HEAD_BYTES);
-        if (request.nbytes > 0) done.checksum = crc32c(payload, request.nbytes);
-    }
-    return done;
+    if (request.head_checksum_at >= 0)
+        put_checksum(head, request.head_checksum_at, crc32c(head, request.head_checksum_at));
+    return transfer(request, head, piece);
+}
+
+int read_piece(Job& job, std::size_t number, std::byte* head) {
+    const Piece piece = job.piece(number);
+    const bool with_head = number == 0 && job.request.has_head;
+    const int error = transfer(job.request, with_head ? head : nullptr, piece);
+    if (error != 0) return error;
+    if (with_head) job.head.assign(head, head + IO_HEAD_BYTES);
+    job.checksums[number] = crc32c(reinterpret_cast<const void*>(job.request.address + piece.at), piece.nbytes);
+    return 0;
 }
 
 }  // namespace
@@ -104,10 +156,10 @@ struct IoPool::State {
     std::condition_variable deadlines_changed;
     std::condition_variable thread_ended;
     // All below: under `mutex`.
-    std::deque<Job> reads;
-    std::deque<Job> writes;
+    Jobs reads;  // with pieces that nobody has taken
+    Jobs writes;
     std::set<std::pair<Clock::time_point, std::uint64_t>> deadlines;  // of jobs by ticket, waiting or running
-    std::map<std::uint64_t, std::uint64_t> running;                   // ticket to id
+    std::map<std::uint64_t, std::uint64_t> running;                   // ticket to id, from the first piece on
     std::vector<IoDone> finished;
     std::map<std::uintptr_t, std::uint64_t> regions;
     std::uint64_t next_ticket = 0;
@@ -120,15 +172,31 @@ struct IoPool::State {
         if (event_fd >= 0) ::close(event_fd);
     }
 
-    void report(IoDone done) {
-        finished.push_back(std::move(done));
+    void report(IoDone done) { finished.push_back(std::move(done)); }
+
+    // Outside the mutex: whoever it wakes wants that next.
+    void say() const {
         const std::uint64_t one = 1;
         // Non-blocking: it fails only where the counter is full, and then the descriptor is readable anyway.
         [[maybe_unused]] const ssize_t ignored = ::write(event_fd, &one, sizeof one);
     }
 
-    void forget_deadline(const Job& job) {
-        if (job.request.deadline.count() > 0) deadlines.erase({job.submitted + job.request.deadline, job.ticket});
+    void finish(Job& job) {
+        running.erase(job.ticket);
+        if (job.request.deadline.count() > 0) deadlines.erase({job.deadline(), job.ticket});
+        const bool has_checksum = job.error == 0 && (!job.request.is_write || job.request.payload_checksum_at >= 0);
+        report({.id = job.request.id,
+                .error = job.error,
+                .late = false,
+                .checksum = has_checksum ? job.checksum() : 0,
+                .head = std::move(job.head)});
+    }
+
+    // The pieces that nobody has taken will not be moved. The job leaves its queue by the caller.
+    void give_up(Job& job, int error) {
+        if (job.error == 0) job.error = error;
+        job.unfinished -= std::exchange(job.untaken, 0);
+        if (job.unfinished == 0) finish(job);
     }
 
     bool inside_a_region(std::uintptr_t address, std::uint64_t nbytes) const {
@@ -139,36 +207,43 @@ struct IoPool::State {
         return into <= region->second && nbytes <= region->second - into;
     }
 
-    void work(std::unique_lock<std::mutex>& lock, Job job, std::byte* head) {
-        running.emplace(job.ticket, job.request.id);
+    // Moves the next piece of the first job, and wakes whoever may go on beside it.
+    void work(std::unique_lock<std::mutex>& lock, Jobs& queue, std::byte* head) {
+        const std::shared_ptr<Job> job = queue.front();
+        const std::size_t piece = --job->untaken;
+        if (piece == 0) queue.pop_front();
+        running.emplace(job->ticket, job->request.id);
+        auto& alike = job->request.is_write ? write_waits : read_waits;
+        const bool more = !queue.empty();
+        const bool writes_may_start = !job->request.is_write && reads.empty() && !writes.empty();
         lock.unlock();
-        IoDone done = run(job.request, head);
+        if (more) alike.notify_one();
+        if (writes_may_start) write_waits.notify_one();
+        const int error = (job->request.is_write ? write_piece : read_piece)(*job, piece, head);
         lock.lock();
-        running.erase(job.ticket);
-        forget_deadline(job);
-        report(std::move(done));
-    }
-
-    static Job take(std::deque<Job>& queue) {
-        Job job = std::move(queue.front());
-        queue.pop_front();
-        return job;
+        if (job->error == 0) job->error = error;
+        if (--job->unfinished > 0) return;
+        finish(*job);
+        if (finished.size() > 1) return;  // it was said already
+        lock.unlock();
+        say();
+        lock.lock();
     }
 
     void read_thread() {
+        ::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), NICENESS);
         const HeadBlock head = make_head_block();
         std::unique_lock lock(mutex);
         for (;;) {
             read_waits.wait(lock, [this] { return closing || !reads.empty(); });
             if (reads.empty()) break;
-            Job job = take(reads);
-            if (reads.empty() && !writes.empty()) write_waits.notify_all();
-            work(lock, std::move(job), head.get());
+            work(lock, reads, head.get());
         }
         leave();
     }
 
     void write_thread() {
+        ::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), NICENESS);
         const HeadBlock head = make_head_block();
         std::unique_lock lock(mutex);
         for (;;) {
@@ -177,15 +252,13 @@ struct IoPool::State {
                 write_waits.wait(lock);
                 continue;
             }
-            const auto patience_ends = writes.front().submitted + WRITE_PATIENCE;
+            const auto patience_ends = writes.front()->submitted + WRITE_PATIENCE;
             if (!reads.empty() && Clock::now() < patience_ends) {
                 write_waits.wait_until(lock, patience_ends);
                 continue;
             }
-            Job job = take(writes);
-            // A wake-up may have gone to a thread that was only being patient: pass it on.
-            if (!writes.empty()) write_waits.notify_one();
-            work(lock, std::move(job), head.get());
+            // More than one may have been woken only to be patient: `work` passes it on.
+            work(lock, writes, head.get());
         }
         leave();
     }
@@ -203,17 +276,16 @@ struct IoPool::State {
                 continue;
             }
             deadlines.erase(deadlines.begin());
-            if (const auto found = running.find(ticket); found != running.end()) {
+            if (const auto found = running.find(ticket); found != running.end())
                 report({.id = found->second, .error = ETIMEDOUT, .late = true, .checksum = 0, .head = {}});
-                continue;
+            for (auto* queue : {&reads, &writes}) {
+                const auto found = std::ranges::find_if(*queue, [&](const auto& job) { return job->ticket == ticket; });
+                if (found == queue->end() || running.contains(ticket)) continue;
+                give_up(**found, ETIMEDOUT);
+                queue->erase(found);
+                break;
             }
-            for (auto* queue : {&reads, &writes})
-                for (auto job = queue->begin(); job != queue->end(); ++job)
-                    if (job->ticket == ticket) {
-                        report({.id = job->request.id, .error = ETIMEDOUT, .late = false, .checksum = 0, .head = {}});
-                        queue->erase(job);
-                        break;
-                    }
+            say();
         }
         leave();
     }
@@ -272,22 +344,22 @@ void IoPool::submit(IoRequest request) {
     constexpr auto OFFSET_MAX = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
     if (request.nbytes > OFFSET_MAX - IO_HEAD_BYTES || request.offset > OFFSET_MAX - IO_HEAD_BYTES - request.nbytes)
         throw std::invalid_argument("a request that ends beyond what a file offset can say");
+    const bool is_write = request.is_write;
     {
         const std::lock_guard lock(state_->mutex);
         if (state_->closing) throw std::runtime_error("the pool is closed");
         if (request.nbytes > 0 && !state_->inside_a_region(request.address, request.nbytes))
             throw std::invalid_argument("a payload outside the regions");
-        Job job{std::move(request), state_->next_ticket++, Clock::now()};
-        if (job.request.deadline.count() > 0) {
-            const auto when = job.submitted + job.request.deadline;
+        auto job = std::make_shared<Job>(std::move(request), state_->next_ticket++);
+        if (job->request.deadline.count() > 0) {
+            const auto when = job->deadline();
             const bool soonest = state_->deadlines.empty() || when < state_->deadlines.begin()->first;
-            state_->deadlines.emplace(when, job.ticket);
+            state_->deadlines.emplace(when, job->ticket);
             if (soonest) state_->deadlines_changed.notify_one();
         }
-        const bool is_write = job.request.is_write;
         (is_write ? state_->writes : state_->reads).push_back(std::move(job));
-        (is_write ? state_->write_waits : state_->read_waits).notify_one();
     }
+    (is_write ? state_->write_waits : state_->read_waits).notify_one();
 }
 
 std::vector<IoDone> IoPool::poll() {
@@ -307,12 +379,10 @@ bool IoPool::close(std::chrono::milliseconds timeout) {
     std::unique_lock lock(state_->mutex);
     state_->closing = true;
     for (auto* queue : {&state_->reads, &state_->writes}) {
-        for (auto& job : *queue) {
-            state_->forget_deadline(job);
-            state_->report({.id = job.request.id, .error = ECANCELED, .late = false, .checksum = 0, .head = {}});
-        }
+        for (const auto& job : *queue) state_->give_up(*job, ECANCELED);
         queue->clear();
     }
+    state_->say();
     state_->read_waits.notify_all();
     state_->write_waits.notify_all();
     state_->deadlines_changed.notify_all();

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from kvstore.tiers.base import ChunkId
 from kvstore.tiers.conformance import Bench, Memories
-from kvstore.tiers.fs import FsOptions, FsTier
+from kvstore.tiers.fs import FsTier
 from kvstore.tiers.fs_catalog import Entry
 from kvstore.tiers.fs_directory import FsDirectory, no_step, probe_direct_io
 from kvstore.tiers.fs_format import BLOCK_BYTES, slot_offset
+from kvstore.tiers.fs_serving import FsOptions
 
 CHUNK_BYTES = 20_000  # not a multiple of anything
 CAP_BYTES = 3 << 20

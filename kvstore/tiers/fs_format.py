@@ -6,6 +6,7 @@ that does not. Whether the header is the *expected* one is the caller's question
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore._native import IO_HEAD_BYTES, KEY_BYTES_MAX, KEY_BYTES_MIN, SLOT_ALIGNMENT, crc32c
 from kvstore.tiers.base import ChunkId
@@ -36,8 +37,7 @@ class Damaged(Exception):
     """A block that is no valid header. The argument is the rule that it breaks."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlotHeader:
+class SlotHeader(NamedTuple):
     slab: int
     slot: int
     slab_epoch: int

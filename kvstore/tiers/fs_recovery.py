@@ -26,13 +26,14 @@ from kvstore.tiers import fs_index
 from kvstore.tiers.base import ChunkId
 from kvstore.tiers.fs_catalog import Catalog, Entry, Place, Slab, index_bytes_for
 from kvstore.tiers.fs_directory import FsDirectory, Opening, Step, boot_id
-from kvstore.tiers.fs_format import Damaged, SlabHeader, SlotHeader, slot_bytes_for, slot_offset
+from kvstore.tiers.fs_format import Damaged, SlotHeader, slot_bytes_for, slot_offset
 from kvstore.tiers.fs_index import Index, IndexUnusable, Meta, Record
 from kvstore.tiers.fs_paths import STATE
 
 log = logging.getLogger(__name__)
 
-SCAN_READS_MAX = 256  # headers in flight
+SCAN_READS_MAX = 1_024  # headers asked for and not looked at
+SCAN_READS_AT_ONCE = 128  # submitted
 SCAN_THREADS = 16
 # Added to the sequence after an unclean stop: more than the writes that can have been under way and unrecorded.
 SEQUENCE_GAP = 1 << 32
@@ -189,10 +190,12 @@ class Recovery:
             while done < len(places):
                 if self.cancelled.is_set():
                     raise Cancelled("the tier was closed while it read headers")
-                while submitted < len(places) and submitted - done < SCAN_READS_MAX:
-                    slab, slot = places[submitted]
-                    pool.read(submitted, slab.fd, slot_offset(slot, slab.slot_bytes), 0, 0, with_head=True)
-                    submitted += 1
+                while submitted < len(places) and submitted - done <= SCAN_READS_MAX - SCAN_READS_AT_ONCE:
+                    slab = places[submitted].slab
+                    batch = places[submitted : submitted + SCAN_READS_AT_ONCE]
+                    offsets = [slot_offset(place.slot, slab.slot_bytes) for place in batch if place.slab is slab]
+                    pool.read_heads(submitted, slab.fd, offsets)
+                    submitted += len(offsets)
                 select.select([pool.event_fd], [], [], 1.0)
                 for read in pool.poll():
                     done += 1
@@ -241,10 +244,7 @@ class Recovery:
         while (slab := catalog.slab_to_shrink_by()) is not None:
             catalog.remove_slab(slab)
             catalog.index_slot_count = catalog.slot_count
-            header = SlabHeader(
-                slab.number, slab.epoch + 1, slab.slot_bytes, slab.slot_count, self.directory.directory_id
-            )
-            self.directory.remove_slab(slab.fd, header)
+            self.directory.remove_slab(slab.fd, slab.next_epoch(self.directory.directory_id))
             self.step("slab removed")
 
 

@@ -64,9 +64,8 @@ class Removal:
 
 
 class Removals:
-    """`running`: the writes that run now. `on_last_reader`: calls for forgotten chunks that somebody still reads.
-    `next_epoch`: of a slab, with a header that says so. `on_failure` is told why a removal may not last, `on_end` that
-    one has ended, and there are free slots."""
+    """`running`: the writes that run now. `on_last_reader`: what to call when nobody reads a forgotten chunk any more.
+    `on_failure` is told why a removal may not last, `on_end` that one has ended, and there are free slots."""
 
     def __init__(
         self,
@@ -78,8 +77,6 @@ class Removals:
         step: Step,
         *,
         running: Callable[[], Collection[Write]],
-        on_last_reader: dict[Entry, Callable[[], None]],
-        next_epoch: Callable[[Slab], SlabHeader],
         on_failure: Callable[[str], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -90,8 +87,7 @@ class Removals:
         self._loop = loop
         self._step = step
         self._running = running
-        self._on_last_reader = on_last_reader
-        self._next_epoch = next_epoch
+        self.on_last_reader: dict[Entry, Callable[[], None]] = {}
         self._on_failure = on_failure
         self._on_end = on_end
         self._waiting: list[Removal] = []  # the first one is made to last, once it is swept
@@ -164,7 +160,7 @@ class Removals:
         headers = frozenset({entry.chunk})
         if entry.readers:
             removal.waits_for += 1
-            self._on_last_reader[entry] = partial(self.hand_over, removal, place, headers)
+            self.on_last_reader[entry] = partial(self.hand_over, removal, place, headers)
         else:
             removal.add(place, headers)
 
@@ -199,7 +195,7 @@ class Removals:
             whole = not slab.held and not slab.reading and slab.taken == len(covered)
             if whole and len(covered) > SLOTS_ZEROED_ONE_BY_ONE_MAX:
                 slab.ghosts.clear()
-                forget.append((slab.fd, self._next_epoch(slab)))
+                forget.append((slab.fd, slab.next_epoch(self._directory.directory_id)))
             else:
                 zero.append((slab, list(covered)))
 

@@ -54,6 +54,11 @@ def wait_for_disk(daemon: Daemon, chunks: int) -> None:
     eventually(lambda: fs_tier(daemon)["chunks"] == chunks, f"{chunks} chunks on disk")
 
 
+def wait_until_warm(daemon: Daemon) -> None:
+    """A daemon that stops before has nowhere to write to; one that stops after it writes first."""
+    eventually(lambda: fs_tier(daemon)["ready_bytes"] > 0, "the tier is warm")
+
+
 def wait_for_lookup(client: StoreClient, keys: Sequence[bytes], where: Lookup) -> None:
     wait_for_lookup_of(client, "salt", keys, where)
 
@@ -139,6 +144,7 @@ def test_evicted_chunks_stay_on_disk_and_come_back_through_a_small_arena(fs_dir:
 def test_a_chunk_is_promoted_once_for_all_who_want_it(fs_dir: Path) -> None:
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
         client.put("salt", CHUNKS)
+        wait_until_warm(daemon)
     with (
         running_daemon(arguments=fs_flags(fs_dir)) as daemon,
         client_of(daemon) as one,
@@ -164,6 +170,7 @@ def test_a_chunk_is_promoted_once_for_all_who_want_it(fs_dir: Path) -> None:
 def test_a_flipped_bit_on_disk_is_a_miss_counted_and_removed(fs_dir: Path) -> None:
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
         client.put("salt", {key(1): payload(1), key(2): payload(2)})
+        wait_until_warm(daemon)
     flip(slab_with(fs_dir, payload(1)), payload(1))
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
         wait_for_lookup(client, [key(1), key(2)], Lookup.FS)
@@ -198,6 +205,7 @@ def kvstore(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_check_data_reads_everything_on_disk_and_forgets_what_has_gone_bad(fs_dir: Path) -> None:
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
         client.put("salt", CHUNKS)
+        wait_until_warm(daemon)
     for name in (7, 8):
         flip(slab_with(fs_dir, payload(name)), payload(name))
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
@@ -232,6 +240,7 @@ def test_check_data_ends_when_its_caller_hangs_up(fs_dir: Path) -> None:
 def test_the_background_scrub_finds_what_has_gone_bad(fs_dir: Path) -> None:
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
         client.put("salt", CHUNKS)
+        wait_until_warm(daemon)
     flip(slab_with(fs_dir, payload(7)), payload(7))
     with running_daemon(arguments=[*fs_flags(fs_dir), "--scrub-bytes-per-s", "100MB"]) as daemon:
         eventually(lambda: fs_tier(daemon)["scrubbed_chunks"] == 100, "every chunk is read")
@@ -475,6 +484,7 @@ def test_a_disk_that_hangs_costs_what_is_on_it_and_nobody_else_a_thing(fs_dir: P
     disk = HangingDisk(tmp_path)
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
         client.put("salt", CHUNKS)
+        wait_until_warm(daemon)
     with (
         running_daemon(arguments=fs_flags(fs_dir), environment=disk.environment) as daemon,
         client_of(daemon) as client,

@@ -1,6 +1,7 @@
 """The catalog: costs, states of slots, and what has to go. No disk."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -243,3 +244,25 @@ def test_ticks_are_times_and_rise_with_every_use_also_when_the_clock_does_not() 
     rebuilt = catalog.hold(chunk_id(3), place, 9, 4096, proven=False, tick=9)
     now[0] = TICKS_ARE_TIMES_FROM + 17_000_000
     assert catalog.idle_s(rebuilt) == 7.0  # since the catalog was made
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda catalog, entry: catalog.entries.pop(entry.chunk), "not held"),
+        (lambda _, entry: entry.place.slab.held.pop(entry.place.slot), "not held"),
+        (lambda _, entry: entry.place.slab.size_class.lru.move_to_end(entry.chunk), "order of their use"),
+        (lambda catalog, entry: catalog._tenants[entry.chunk.tenant].lru.move_to_end(entry.chunk), "of a tenant"),
+        (lambda catalog, entry: catalog._tenants[entry.chunk.tenant].lru.pop(entry.chunk), "not its tenant's"),
+        (lambda catalog, _: setattr(catalog, "used_bytes", 0), "accounted for"),
+        (lambda _, entry: setattr(entry, "payload_bytes", 8192), "bytes in a slot of"),
+        (lambda _, entry: setattr(entry, "readers", 1), "more readers"),
+        (lambda _, entry: entry.place.slab.quarantined.add(entry.place.slot), "in two states"),
+    ],
+)
+def test_what_does_not_agree_is_said(spoil: Callable[[Catalog, Entry], object], sentence: str) -> None:
+    catalog = make()
+    entries = fill(catalog, grow(catalog, SMALL).size_class, 0, 3)
+    in_order(catalog)
+    spoil(catalog, entries[0])
+    assert any(sentence in problem for problem in catalog.problems())

@@ -483,9 +483,9 @@ def test_a_removal_covers_what_was_only_evicted(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with fs_bench(tmp_path / "fs") as bench:
             await store(bench, range(10), tenant=1)
-            queue = bench.tier._queues[slot_bytes_for(CHUNK_BYTES)]
+            queue = bench.tier._writes._queues[slot_bytes_for(CHUNK_BYTES)]
             for number in range(5):
-                bench.tier._evict(bench.entry(chunk_id(number, tenant=1)), queue)
+                bench.tier._writes.evict(bench.entry(chunk_id(number, tenant=1)), queue)
             assert (await bench.remove(Scope(tenant=chunk_id(0, tenant=1).tenant))).chunks == 5
             shutil.copytree(tmp_path / "fs", tmp_path / "killed")
         (tmp_path / "killed" / fs_paths.INDEX).unlink()
@@ -505,17 +505,17 @@ def test_a_removal_covers_what_a_failing_write_was_to_overwrite(tmp_path: Path, 
             bench.tier._pool.add_region(hanging.address, hanging.nbytes)
             memory = Memory(hanging.address, CHUNK_BYTES)
             write = asyncio.ensure_future(outcome_of(bench.tier.write, chunk_id(5), memory))
-            await until(lambda: bool(bench.tier._running), "the write to run")
+            await until(lambda: bool(bench.tier._writes.running), "the write to run")
             removal = asyncio.ensure_future(bench.remove(Scope(tenant=chunk_id(0, tenant=1).tenant)))
             await until(lambda: any(removal.has_ghosts for removal in bench.tier._removals._waiting), "the removal")
-            returned = bench.tier._write_returned
+            returned = bench.tier._writes._returned
 
             def fail(failing: Any, _error: int) -> None:
                 FsDirectory.write_block(fd, offset, old_header)  # as if nothing had been written
-                bench.tier._write_returned = returned  # type: ignore[method-assign]
+                bench.tier._writes._returned = returned  # type: ignore[method-assign]
                 returned(failing, errno.EIO)
 
-            bench.tier._write_returned = fail  # type: ignore[method-assign]
+            bench.tier._writes._returned = fail  # type: ignore[method-assign]
             bench.tier._catalog.foreign_bytes = 0
             hanging.let_go()
             assert await write is WriteOutcome.STORED
@@ -837,7 +837,7 @@ def test_a_filesystem_smaller_than_the_cap_evicts_and_goes_on(tmp_path: Path) ->
                 assert bench.tier.sick is None
                 held = bench.tier.stats().chunks
                 (mount / "other").unlink()
-                bench.tier._no_growth_until_s = 0.0
+                bench.tier._writes._no_growth_until_s = 0.0
                 await store(bench, range(300, 320))
                 assert bench.tier.stats().chunks >= held
 
@@ -886,7 +886,7 @@ def test_a_write_that_fails_once_is_tried_in_another_slot(tmp_path: Path) -> Non
     async def scenario() -> None:
         async with fs_bench(tmp_path) as bench:
             await store(bench, range(5))
-            original = bench.tier._write_returned
+            original = bench.tier._writes._returned
             failed: list[object] = []
 
             def fail_once(write: Any, error: int) -> None:
@@ -895,7 +895,7 @@ def test_a_write_that_fails_once_is_tried_in_another_slot(tmp_path: Path) -> Non
                     error = 5
                 original(write, error)
 
-            bench.tier._write_returned = fail_once  # type: ignore[method-assign]
+            bench.tier._writes._returned = fail_once  # type: ignore[method-assign]
             assert await bench.write(chunk_id(7)) is WriteOutcome.STORED
             assert bench.entry(chunk_id(7)).place != failed[0]
             assert bench.tier.sick is None
@@ -1159,8 +1159,8 @@ def test_a_disk_that_hangs_ends_a_pass_and_a_later_one_goes_through(tmp_path: Pa
             assert "the rest was not looked at" in waits
             hanging.let_go()
             await until(bench.tier._scrub._buffer_is_free.is_set, "the read to return")
-            await until(lambda: bench.tier._read_health.may_try(time.monotonic()), "the tier to try again")
-            bench.tier._read_health.succeeded()
+            await until(lambda: bench.tier._reads.health.may_try(time.monotonic()), "the tier to try again")
+            bench.tier._reads.health.succeeded()
             assert await problems_found(bench) == []
             assert bench.tier.stats().chunks == 3
 

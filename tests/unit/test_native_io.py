@@ -14,6 +14,7 @@ from kvstore.tiers.conformance import Memories
 from tests.hanging_memory import HangingMemory
 
 WAIT_S = 20.0
+PIECE_BYTES = 256 << 10
 
 
 class Pool:
@@ -77,6 +78,67 @@ def test_a_head_alone_can_be_read_and_written(pool: Pool, fd: int) -> None:
     pool.next()
     pool.pool.read(2, fd, 0, 0, 0, with_head=True)
     assert pool.next()[0].head == b"x" * IO_HEAD_BYTES
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("nbytes", [PIECE_BYTES, 2 * PIECE_BYTES - 4096, 2 * PIECE_BYTES, 5 * PIECE_BYTES + 4096])
+def test_pieces_make_the_whole_and_its_checksum(fd: int, threads: int, nbytes: int) -> None:
+    payload = os.urandom(nbytes)
+    memories = Memories(2, nbytes)
+    pool = Pool(threads, threads)
+    pool.pool.add_region(*memories.region)
+    for _ in range(20):
+        pool.pool.write(1, fd, 4096, *memories.fill(0, payload), head=bytes(4096), payload_checksum_at=12)
+        assert [(done.request, done.error) for done in pool.next()] == [(1, 0)]
+        raw = os.pread(fd, 4096 + nbytes, 4096)
+        assert raw[4096:] == payload
+        assert int.from_bytes(raw[12:16], "little") == crc32c(payload)
+        memories.fill(1, bytes(nbytes))
+        pool.pool.read(2, fd, 4096, *memories.place(1), with_head=True)
+        (done,) = pool.next()
+        assert (done.error, done.checksum, done.head) == (0, crc32c(payload), raw[:4096])
+        assert memories.content(1) == payload
+    assert pool.pool.close(WAIT_S)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_request_in_pieces_that_fails_is_reported_once(fd: int, threads: int) -> None:
+    pool = Pool(threads, threads)
+    memories = Memories(1, 4 * PIECE_BYTES)
+    pool.pool.add_region(*memories.region)
+    os.ftruncate(fd, 2 * PIECE_BYTES)  # the first pieces can be read, the last ones cannot
+    pool.pool.read(1, fd, 0, *memories.place(0), with_head=True)
+    assert [(done.request, done.error) for done in pool.next()] == [(1, errno.ENODATA)]
+    assert pool.pool.close(WAIT_S)
+    assert pool.pool.poll() == []
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+def test_one_piece_that_hangs_makes_its_request_late_and_close_gives_up_the_rest(fd: int, way: str) -> None:
+    pool = Pool(1, 1)
+    with HangingMemory(3 * PIECE_BYTES) as hanging:
+        pool.pool.add_region(hanging.address, hanging.nbytes)
+        os.ftruncate(fd, 4 * PIECE_BYTES)
+        getattr(pool.pool, way)(1, fd, 0, hanging.address, hanging.nbytes, deadline_ms=20)
+        (late,) = pool.next()
+        assert (late.request, late.error, late.late) == (1, errno.ETIMEDOUT, True)
+        assert not pool.pool.close(0.0)
+        assert pool.pool.poll() == []  # the memory is not free yet
+        hanging.let_go()
+        (done,) = pool.next()
+        assert (done.request, done.error, done.late) == (1, errno.ECANCELED, False)
+    assert pool.pool.close(WAIT_S)
+
+
+def test_heads_are_read_many_at_once(pool: Pool, fd: int) -> None:
+    blocks = [os.urandom(IO_HEAD_BYTES) for _ in range(200)]
+    os.pwrite(fd, b"".join(blocks), 0)
+    order = list(range(199, -1, -1))
+    pool.pool.read_heads(1_000, fd, [number * IO_HEAD_BYTES for number in order])
+    reports = pool.next(200)
+    assert {done.request: done.head for done in reports} == {
+        1_000 + place: blocks[number] for place, number in enumerate(order)
+    }
 
 
 def test_offsets_beyond_4_gib(pool: Pool, fd: int) -> None:
