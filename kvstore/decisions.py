@@ -21,6 +21,10 @@ class Room(enum.IntEnum):
     FREE = store_pb2.ROOM_FREE
     FULL = store_pb2.ROOM_FULL  # what is written from here on displaces something
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Room":  # noqa: ARG003 - a newer daemon's
+        return cls.NOT_ASKED
+
 
 @dataclass(slots=True, eq=False)
 class Decision:

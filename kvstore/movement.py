@@ -158,12 +158,13 @@ class Movement:
             return self._index.stats()["unwritten_evictions"]
         return self._dropped + self.fs.stats().dropped
 
-    def room(self, slot_bytes: int) -> Room:
-        """Whether one more chunk fits, for engines that are asked what is worth it."""
+    @property
+    def room(self) -> Room:
+        """For engines that are asked what is worth a write. The tier evicts only when it has no room, and what it has
+        evicted in this run shows that better than bytes, of which slabs and index take their share."""
         if self._policy is not WritePolicy.WRITE_THROUGH:
             return Room.NOT_ASKED
-        fs = self.fs.stats()
-        return Room.FULL if fs.used_bytes + slot_bytes > fs.capacity_bytes else Room.FREE
+        return Room.FULL if self.fs.stats().evictions else Room.FREE
 
     @property
     def promoting_bytes(self) -> int:
@@ -185,7 +186,9 @@ class Movement:
         self.fs.touch([ChunkId(namespace, tenant, key) for key in reversed(keys)])
         if self._policy is WritePolicy.SELECTIVE:
             self._take(self._index.used_often(namespace, tenant, keys, self._write_after_uses))
-        elif self._policy is WritePolicy.WRITE_THROUGH and worth_disk:
+        elif worth_disk and self._policy is WritePolicy.WRITE_THROUGH:
+            if self._clock_ms() < self._take_no_more_until_ms:
+                return
             self._take(self._index.used_often(namespace, tenant, keys[:worth_disk], 1))
 
     def tick(self) -> None:

@@ -381,7 +381,7 @@ class Store:
         slot_bytes = max((kind.slot_bytes for kind in group.kinds), default=0)
         reply.cpu_full = self._is_full(slot_bytes)
         if self._movement is not None:
-            reply.fs = self._movement.room(slot_bytes).value
+            reply.fs = self._movement.room.value
         if any(request.grants_wanted):
             reply.grants.extend(self._grant_kinds(group, request.grants_wanted, request.tails, now_ms))
         state = self.group_state(group)

@@ -74,6 +74,17 @@ Shift make_shift(std::size_t zero_bytes) {
     return shift;
 }
 
+// Of a power of two zero bytes: a map of half as many, twice.
+Shift doubled_shift(std::size_t zero_bytes) {
+    if (zero_bytes == 1) return make_shift(1);
+    const Shift half = doubled_shift(zero_bytes / 2);
+    Shift shift{};
+    for (std::size_t part = 0; part < shift.tables.size(); ++part) {
+        for (std::size_t byte = 0; byte < 256; ++byte) shift.tables[part][byte] = half(half.tables[part][byte]);
+    }
+    return shift;
+}
+
 #if defined(__x86_64__) || defined(__aarch64__)
 
 #if defined(__x86_64__)
@@ -144,9 +155,11 @@ std::uint32_t crc32c(const void* bytes, std::size_t nbytes) {
     return ~(HAS_INSTRUCTION ? update_instruction(~0U, at, nbytes) : update_table(~0U, at, nbytes));
 }
 
+// Made as the module is loaded: by the first read it would be made while others wait for it.
+const Shift PIECE_SHIFT = doubled_shift(CRC32C_PIECE_BYTES);
+
 std::uint32_t crc32c_joined(std::uint32_t before, std::uint32_t piece) {
-    static const Shift shift = make_shift(CRC32C_PIECE_BYTES);
-    return shift(before) ^ piece;
+    return PIECE_SHIFT(before) ^ piece;
 }
 
 std::uint32_t crc32c_table(const void* bytes, std::size_t nbytes) {

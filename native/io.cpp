@@ -174,7 +174,7 @@ struct IoPool::State {
 
     void report(IoDone done) { finished.push_back(std::move(done)); }
 
-    // Outside the mutex: whoever it wakes wants that next.
+    // Outside the mutex where there is a choice: whoever it wakes wants that next.
     void say() const {
         const std::uint64_t one = 1;
         // Non-blocking: it fails only where the counter is full, and then the descriptor is readable anyway.

@@ -23,8 +23,7 @@ GROUP = 7
 @dataclass(frozen=True)
 class Stats:
     dropped: int = 0
-    used_bytes: int = 0
-    capacity_bytes: int = CHUNK
+    evictions: int = 0
 
 
 @dataclass
@@ -32,6 +31,7 @@ class LowerTier:
     """Holds what it is told; ends reads and writes when it is told."""
 
     held: set[ChunkId] = field(default_factory=set)
+    evictions: int = 0
     writes: list[tuple[ChunkId, Memory, WriteDone, Released]] = field(default_factory=list)
     reads: list[tuple[ChunkId, Memory, ReadDone, Released]] = field(default_factory=list)
     on_change: object = None
@@ -56,7 +56,7 @@ class LowerTier:
         self.reads.append((chunk, memory, done, released))
 
     def stats(self) -> Stats:
-        return Stats()
+        return Stats(evictions=self.evictions)
 
     def end_write(self, outcome: WriteOutcome = WriteOutcome.STORED) -> None:
         chunk, _, done, released = self.writes.pop(0)
@@ -331,12 +331,13 @@ def test_the_other_policies_have_their_own_rule_for_what_is_written(policy: Writ
     tiers.put(0, memory_only=True)
     tiers.touch(0, worth_disk=1)
     assert tiers.written() == []
-    assert tiers.movement.room(CHUNK) is Room.NOT_ASKED
+    assert tiers.movement.room is Room.NOT_ASKED
 
 
-def test_a_disk_has_room_until_one_more_chunk_does_not_fit(tiers: Tiers) -> None:
-    assert tiers.movement.room(CHUNK) is Room.FREE
-    assert tiers.movement.room(CHUNK + 1) is Room.FULL
+def test_a_disk_has_room_until_it_evicts(tiers: Tiers) -> None:
+    assert tiers.movement.room is Room.FREE
+    tiers.fs.evictions = 1
+    assert tiers.movement.room is Room.FULL
 
 
 def write_back_of(chunks: int) -> Tiers:
