@@ -37,18 +37,23 @@ else:
     HOST_MEMORY, DISK = CacheHitSource.HOST, CacheHitSource.DISK
 
 OLDEST, NEWEST = (0, 30), (0, 33)
+STATES_FROM = (0, 32)
 
 
 def version_problem(version: str) -> str | None:
     """Why the connector does not work with this version of vLLM ("0.32.0", "0.33.1rc2+cu130"), or None."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is not None and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+    if OLDEST <= _numbers(version) <= NEWEST:
         return None
     oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
     return (
         f"KVStoreConnector works with vLLM {oldest} to {newest}, and this is vLLM {version}: install one of those, or "
         "start the engine without --kv-transfer-config"
     )
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers is not None else (0, 0)
 
 
 def require_supported_version() -> None:
@@ -58,10 +63,8 @@ def require_supported_version() -> None:
         raise ValueError(problem)
 
 
-def hands_over_states() -> bool:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import GroupOffloadConfig
-
-    return hasattr(GroupOffloadConfig, "requires_cow_source")
+def hands_over_states(version: str = __version__) -> bool:
+    return _numbers(version) >= STATES_FROM
 
 
 def offload_whole_chunks_only(scheduler: "OffloadingConnectorScheduler") -> None:

@@ -1,4 +1,5 @@
-"""Slots in use, and what becomes of each: every one ends as a commit, an abort or a release, exactly once.
+"""Slots in use, and what becomes of each: every one ends as a commit, an abort or a release, exactly once, but for
+those that a lost device may still write to.
 
 vLLM tells a manager nothing of failures and forgets its jobs in `reset_cache`, so the table of jobs here is our own: a
 slot enters it when a job is prepared and leaves it when every rank has reported. A job belongs to the attachment

@@ -29,7 +29,6 @@ from vllm.v1.request import Request
 
 from connector import compat, identity
 from connector.adapters import Adapters
-from connector.compat import tell_of_sleep
 from connector.config import ConnectorConfig, CopyBackend
 from connector.layout import tp_problem
 from connector.messages import WorkerOutcomes
@@ -79,7 +78,8 @@ class KVStoreConnector(OffloadingConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._engine.kv_caches = kv_caches
         super().register_kv_caches(kv_caches)
-        tell_of_sleep(self)
+        self._engine.kv_caches = {}  # what is told of sleep outlives the engine, and must not keep its memory
+        compat.tell_of_sleep(self)
 
     def unregister_kv_caches(self) -> None:
         self._worker_half.suspend()

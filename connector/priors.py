@@ -57,7 +57,9 @@ def engine_priors(vllm_config: VllmConfig, page_bytes: int) -> Priors:
     def link(direction: measured.Direction) -> TransferModel:
         found = None if copies is None else copies.link(direction, page_bytes)
         rank = gpu.link.expected if found is None else found
-        return replace(rank, bytes_per_s=rank.bytes_per_s * tp_size)
+        # Ranks that hold copies of the same heads each load all of them, and take turns to store.
+        parts = min(tp_size, geometry.kv_heads) if direction is measured.Direction.LOAD else tp_size
+        return replace(rank, bytes_per_s=rank.bytes_per_s * parts)
 
     return Priors(
         recompute=prefill.recompute_model(step_tokens=step_tokens),

@@ -306,9 +306,11 @@ class SchedulerHalf(OffloadingManager):
         keep their slots until the workers have reported, and are then aborted."""
         self.jobs.forsake()
         for record in self._records.values():
-            record.found = record.load = None
+            self._loads.promotion_over(record)
+            record.found = record.load = record.prefetch = None
             for row in record.rows:
-                row.refused_from = None
+                row.refused_from = row.tail = None
+                row.known_present, row.used = False, 0
         self._reset, self._moved = True, None
         self._usable()
 

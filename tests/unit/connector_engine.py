@@ -231,10 +231,13 @@ class PretendEngine:
     def use(self, **parts: object) -> None:
         """Another `clock`, `rules` or `admission`, wherever the scheduler half has one."""
         half = self.half
-        for owner in (half, half.jobs, half._grants, half._loads, half._stores):
-            for name, value in parts.items():
-                if hasattr(owner, f"_{name}"):
-                    setattr(owner, f"_{name}", value)
+        for name, value in parts.items():
+            owners = [
+                each for each in (half, half.jobs, half._grants, half._loads, half._stores) if hasattr(each, f"_{name}")
+            ]
+            assert owners, f"nothing has a {name}"
+            for owner in owners:
+                setattr(owner, f"_{name}", value)
 
     def add(
         self,

@@ -20,6 +20,13 @@ def test_versions_of_the_range_are_accepted(version):
     assert compat.version_problem(version) is None
 
 
+@pytest.mark.parametrize(
+    ("version", "served"), [("0.30.0", False), ("0.31.0", False), ("0.32.0", True), ("0.33.0", True)]
+)
+def test_states_are_served_where_vllm_hands_them_over(version, served):
+    assert compat.hands_over_states(version) is served
+
+
 @pytest.mark.parametrize("version", ["0.29.1", "0.34.0", "0.3.0", "0.330.0", "1.31.0", "dev", ""])
 def test_another_version_is_named_with_the_range(version):
     problem = compat.version_problem(version)

@@ -76,3 +76,18 @@ def test_engines_of_another_kind_learn_apart() -> None:
     here = learning(config)
     config.parallel_config.tensor_parallel_size = 2
     assert learning(config) != here
+
+
+def test_ranks_that_hold_copies_of_the_same_heads_load_no_quicker_together(
+    profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not profile.exists()
+    platform = SimpleNamespace(device_type="cuda", get_device_name=lambda: "NVIDIA H200")
+    monkeypatch.setattr(under_test, "current_platform", platform)
+    config = vllm_config()
+    heads = config.model_config.get_total_num_kv_heads()
+    alone = engine_priors(config, PAGE_BYTES)
+    config.parallel_config.tensor_parallel_size = 4 * heads
+    together = engine_priors(config, PAGE_BYTES)
+    assert together.load.bytes_per_s == heads * alone.load.bytes_per_s
+    assert together.store.bytes_per_s == 4 * heads * alone.store.bytes_per_s
