@@ -400,7 +400,8 @@ bool DeviceCopier::begin(bool is_load) {
     if (!next_part(*job, batch)) return false;  // its piece of the arena is being pinned
     {
         const std::lock_guard lock(mutex_);
-        if (direction.queued.empty() || direction.queued.front() != job) return true;  // its arena went, or the engine sleeps
+        if (direction.queued.empty() || direction.queued.front() != job)
+            return true;  // its arena went, or the engine sleeps
         job->started = true;
     }
     for (const Fragment& fragment : batch.host) {
