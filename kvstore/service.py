@@ -227,15 +227,14 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         self, request: admin_pb2.SetQuotaRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.RemoveReply:
         session = await self._require_operator(context)
-        excess = await _answer(context, lambda: self._operations.set_quota(request))
+        reply = admin_pb2.RemoveReply()
+        for removal in await _answer(context, lambda: self._operations.set_quota(request)):
+            reply.by_tier.extend((await self._remove(session, removal, context)).by_tier)
         try:
             await self._keep_quotas()
         except (OSError, LimitExceeded) as error:
             text = f"the quota holds until the daemon stops, but could not be kept for the next one: {error}"
             await _abort(context, STATUS_OF[Unavailable], text, Unavailable.__name__)
-        reply = admin_pb2.RemoveReply()
-        for removal in excess:
-            reply.by_tier.extend((await self._remove(session, removal, context)).by_tier)
         return reply
 
     async def Quotas(self, request: admin_pb2.QuotasRequest, context: grpc.aio.ServicerContext) -> None:

@@ -34,6 +34,7 @@ from kvstore.tiers.fs_worker import Failure, said
 log = logging.getLogger(__name__)
 
 GROWTH_RETRY_S = 1.0  # after a slab could not be made, evicting is preferred for so long
+QUOTA_EVICTIONS_MAX = 64  # in one call: a tenant far beyond a new quota comes down to it with its next writes
 
 
 @dataclass(eq=False, slots=True)
@@ -176,12 +177,11 @@ class Writes:
         wanted = slot_bytes + sum(write.slot_bytes for chunk, write in self._by_chunk.items() if chunk.tenant == tenant)
         if wanted > quota_bytes:
             return False
-        while catalog.beyond_quota(tenant, wanted):
-            oldest = catalog.oldest_of(tenant)
-            if oldest is None:
-                return False
+        for _ in range(QUOTA_EVICTIONS_MAX):
+            if not catalog.beyond_quota(tenant, wanted) or (oldest := catalog.oldest_of(tenant)) is None:
+                break
             self.evict(oldest, None)
-        return True
+        return not catalog.beyond_quota(tenant, wanted)
 
     def _pump(self, queue: _Queue) -> None:
         """Gives slots to waiting writes, and sees to it that enough more are coming."""

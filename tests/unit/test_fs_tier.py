@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvstore._native import crc32c
-from kvstore.tiers import fs_paths, fs_recovery, fs_removal
+from kvstore.tiers import fs_paths, fs_recovery, fs_removal, fs_writing
 from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Removed, Scope, WriteOutcome
 from kvstore.tiers.conformance import Memories, chunk_id, outcome_of
 from kvstore.tiers.fs import FsTier
@@ -1068,6 +1068,22 @@ def test_a_tenant_beyond_its_quota_loses_its_own_oldest_chunks_only(tmp_path: Pa
             bench.tier.set_quota(limited, None)
             await store(bench, range(7, 10), tenant=1)
             assert len(await chunks_of(bench, 1)) == 5
+
+    run(scenario)
+
+
+def test_a_write_evicts_a_bounded_number_of_chunks_for_a_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fs_writing, "QUOTA_EVICTIONS_MAX", 3)
+    slot = slot_bytes_for(CHUNK_BYTES)
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(6), tenant=1)
+            bench.tier.set_quota((1).to_bytes(16, "big"), 2 * slot)
+            assert await bench.write(chunk_id(6, tenant=1)) is WriteOutcome.FULL
+            assert await chunks_of(bench, 1) == [3, 4, 5]
+            assert await bench.write(chunk_id(6, tenant=1)) is WriteOutcome.STORED
+            assert await chunks_of(bench, 1) == [5, 6]
 
     run(scenario)
 
