@@ -423,7 +423,7 @@ class Movement:
         """Bytes of slots by chunk."""
         chosen: dict[ChunkId, int] = {}
         free = 0
-        for chunk, slot_bytes, idle_s in self.fs.ages():
+        for chunk, slot_bytes, idle_s in self.fs.ages(scope.tenant):
             if (bytes_wanted is not None and free >= bytes_wanted) or (unused_s is not None and idle_s < unused_s):
                 break
             if scope.covers(chunk):

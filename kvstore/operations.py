@@ -226,7 +226,7 @@ class Operations:
     ) -> Iterator[admin_pb2.ChunksPage]:
         """A list of the tier's chunks is made at once, for no call of the tier may come between."""
         scope = Scope(namespace, tenant)
-        found = (row for row in movement.fs.ages() if scope.covers(row[0]))
+        found = (row for row in movement.fs.ages(tenant) if scope.covers(row[0]))
         listed = list(itertools.islice(found, limit))
         for first in range(0, len(listed), limits.ROWS_PER_PAGE):
             page = admin_pb2.ChunksPage()

@@ -301,10 +301,11 @@ class FsTier:
         """Every chunk and its slot's bytes, oldest first. No call of the tier may come between."""
         return ((entry.chunk, entry.slot_bytes) for entry in self._catalog.oldest_first())
 
-    def ages(self) -> Iterator[tuple[ChunkId, int, float]]:
-        """As `chunks`, with the seconds since the last use."""
+    def ages(self, tenant: bytes | None = None) -> Iterator[tuple[ChunkId, int, float]]:
+        """As `chunks`, with the seconds since the last use. `tenant`: of one alone, without a look at the others."""
         catalog = self._catalog
-        return ((entry.chunk, entry.slot_bytes, catalog.idle_s(entry)) for entry in catalog.oldest_first())
+        entries = catalog.oldest_first() if tenant is None else catalog.oldest_first_of(tenant)
+        return ((entry.chunk, entry.slot_bytes, catalog.idle_s(entry)) for entry in entries)
 
     def usage(self) -> dict[tuple[bytes, bytes], tuple[int, int]]:
         """Chunks and bytes of slots by namespace and tenant."""

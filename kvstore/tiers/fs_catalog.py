@@ -431,7 +431,7 @@ class Catalog:
 
     def oldest_of(self, tenant: bytes) -> Entry | None:
         """Of a tenant with a quota: what goes first, if anything may."""
-        return next((entry for entry in self._tenants[tenant].lru.values() if entry.readers == 0), None)
+        return next(self.oldest_first_of(tenant), None)
 
     # What has to go
 
@@ -465,6 +465,11 @@ class Catalog:
     def oldest_first(self) -> Iterator[Entry]:
         """Every chunk without a reader, over all classes. The catalog must not change meanwhile."""
         return heapq.merge(*(self.evictable(each) for each in self.classes.values()), key=lambda entry: entry.tick)
+
+    def oldest_first_of(self, tenant: bytes) -> Iterator[Entry]:
+        """As `oldest_first`, a tenant's."""
+        known = self._tenants.get(tenant)
+        return (entry for entry in (known.lru.values() if known is not None else ()) if entry.readers == 0)
 
     # Check
 

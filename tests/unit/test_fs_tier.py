@@ -1059,6 +1059,8 @@ def test_a_tenant_beyond_its_quota_loses_its_own_oldest_chunks_only(tmp_path: Pa
             bench.tier.touch([chunk_id(0, tenant=1)])
             assert await bench.write(chunk_id(5, tenant=1)) is WriteOutcome.STORED
             assert await chunks_of(bench, 1) == [3, 4, 0, 5]
+            assert [chunk for chunk, _, _ in bench.tier.ages(limited)] == [chunk_id(n, tenant=1) for n in (3, 4, 0, 5)]
+            assert list(bench.tier.ages(b"nobody's chunks.")) == []
             assert await chunks_of(bench, 0) == [0, 1, 2]
         async with fs_bench(tmp_path, wait_ready=False) as bench:
             bench.tier.set_quota(limited, 2 * slot)  # before anything is known of what is there

@@ -46,8 +46,8 @@ class LowerTier:
     def chunks(self) -> Iterator[tuple[ChunkId, int]]:
         return ((chunk, CHUNK) for chunk in list(self.held))
 
-    def ages(self) -> Iterator[tuple[ChunkId, int, float]]:
-        return ((chunk, CHUNK, 0.0) for chunk in list(self.held))
+    def ages(self, tenant: bytes | None = None) -> Iterator[tuple[ChunkId, int, float]]:
+        return ((chunk, CHUNK, 0.0) for chunk in list(self.held) if tenant in (None, chunk.tenant))
 
     def write(self, chunk: ChunkId, memory: Memory, done: WriteDone, released: Released) -> None:
         self.writes.append((chunk, memory, done, released))
