@@ -608,7 +608,7 @@ def test_a_removal_waits_for_a_write_that_hangs_and_undoes_it(tmp_path: Path, ha
 
 def test_a_removal_covers_a_write_that_was_given_up_as_late(tmp_path: Path, hanging: HangingMemory) -> None:
     async def scenario() -> None:
-        async with fs_bench(tmp_path / "fs", options(io_deadline_ms=50)) as bench:
+        async with fs_bench(tmp_path / "fs", options(io_deadline_ms=500)) as bench:
             bench.tier._pool.add_region(hanging.address, hanging.nbytes)
             told: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
             memory = Memory(hanging.address, CHUNK_BYTES)
@@ -646,7 +646,7 @@ def test_a_read_past_its_deadline_is_late_but_keeps_its_memory_and_its_slot(
     tmp_path: Path, hanging: HangingMemory
 ) -> None:
     async def scenario() -> None:
-        async with fs_bench(tmp_path, options(io_deadline_ms=50)) as bench:
+        async with fs_bench(tmp_path, options(io_deadline_ms=500)) as bench:
             await store(bench, range(3))
             bench.tier._pool.add_region(hanging.address, hanging.nbytes)
             events: list[object] = []
@@ -671,7 +671,7 @@ def test_a_read_past_its_deadline_is_late_but_keeps_its_memory_and_its_slot(
 
 def test_a_write_past_its_deadline_is_not_stored_even_if_it_ends_well(tmp_path: Path, hanging: HangingMemory) -> None:
     async def scenario() -> None:
-        async with fs_bench(tmp_path, options(io_deadline_ms=50)) as bench:
+        async with fs_bench(tmp_path, options(io_deadline_ms=500)) as bench:
             await store(bench, range(1))
             bench.tier._pool.add_region(hanging.address, hanging.nbytes)
             events: list[object] = []
@@ -1167,7 +1167,7 @@ def test_passes_at_the_same_time_do_not_spoil_each_others_reads(tmp_path: Path) 
 
 def test_a_disk_that_hangs_ends_a_pass_and_a_later_one_goes_through(tmp_path: Path, hanging: HangingMemory) -> None:
     async def scenario() -> None:
-        async with fs_bench(tmp_path, options(io_deadline_ms=50)) as bench:
+        async with fs_bench(tmp_path, options(io_deadline_ms=500)) as bench:
             await store(bench, range(3))
             bench.tier._pool.add_region(hanging.address, hanging.nbytes)
             bench.tier._scrub._buffers.append(hanging._map)
