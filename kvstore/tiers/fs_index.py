@@ -14,6 +14,7 @@ One record b"m": version, complete, sequence, chunks, payload bytes, opening, di
 counts, or the file is unusable.
 """
 
+import contextlib
 import os
 import signal
 import struct
@@ -164,12 +165,11 @@ def check(path: Path, *, timeout_s: float | None = None, cancelled: Callable[[],
         ends_s = time.monotonic() + timeout_s
         said: list[str] = []
         while child.returncode is None:
-            try:
+            if cancelled() or time.monotonic() >= ends_s:
+                child.kill()
+                raise IndexUnusable(f"reading it took longer than {timeout_s:.0f} s, or was cancelled")
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 said = child.communicate(timeout=_LOOK_AGAIN_S)[1].strip().splitlines()
-            except subprocess.TimeoutExpired:
-                if cancelled() or time.monotonic() >= ends_s:
-                    child.kill()
-                    raise IndexUnusable(f"reading it took longer than {timeout_s:.0f} s, or was cancelled") from None
     if child.returncode < 0:
         raise IndexUnusable(f"reading it killed the process, signal {-child.returncode}")
     if child.returncode != 0:
