@@ -22,6 +22,8 @@ WANTED = {8 << 10: 0.6, 64 << 10: 0.85, 512 << 10: 0.95, 2 << 20: 0.95}
 PRODUCT_LOSS_MAX = 0.03
 PRODUCT_SIZE = 8192
 PRODUCTS = 40
+COPY_ROUNDS_BESIDE = 400  # some seconds in each direction: longer than all the products take
+COPIES_BEGIN_S = 3.0
 
 
 def measure_all() -> list[Result]:
@@ -157,14 +159,14 @@ def _product_beside_copies(torch) -> Result:
 
     def copies() -> None:
         while not stop.is_set():
-            for _ in measure(ways=[Way.COPY_ENGINE], fragment_bytes=[512 << 10], rounds=20):
+            for _ in measure(ways=[Way.COPY_ENGINE], fragment_bytes=[512 << 10], rounds=COPY_ROUNDS_BESIDE):
                 if stop.is_set():
                     return
 
     thread = threading.Thread(target=copies)
     thread.start()
     try:
-        time.sleep(3.0)  # its memory is allocated and page-locked, and the copies run
+        time.sleep(COPIES_BEGIN_S)  # its memory is allocated and page-locked by then
         beside = [products() for _ in range(ROUNDS)]
     finally:
         stop.set()

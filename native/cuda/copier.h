@@ -20,8 +20,8 @@
 // direction, so that a load never waits behind a burst of stores in a queue that only the hardware sees. `mutex_`
 // guards the bookkeeping, never held during a call of the driver that may wait. `background=false` makes no thread;
 // then the caller calls `advance` (and waiting does so), which tests need to choose the order of things. In a forked
-// child everything but `close` is refused. If the process dies, the driver ends its copies before the kernel reports
-// the process as ended, which is what the daemon waits for.
+// child everything but `close` is refused. If the process dies, the driver is taken to end its copies before the kernel
+// reports the process as ended, which is what the daemon waits for.
 #pragma once
 
 #include <sys/types.h>

@@ -26,7 +26,7 @@
 
 namespace kvstore::cuda {
 
-// Locked in some 10 ms, for which the driver may hold up the engine's own calls.
+// Expected to be locked in some 10 ms (not measured), for which the driver may hold up the engine's own calls.
 inline constexpr std::uint64_t PIN_PIECE_BYTES = 64 << 20;
 
 // Makes a context current on this thread, and puts back what was. Meanwhile the thread may do what is forbidden while
