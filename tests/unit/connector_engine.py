@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -33,6 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from connector import compat
 from connector.layout import ChunkLayout, LayerPages
 from connector.requests import Attached
 from connector.transfer import HostTransfer, Mapped, Region
@@ -109,6 +111,9 @@ def kv_cache_config(blocks: int, windows: Sequence[int | None] = (None,)) -> KVC
         layers = [f"group.{number}.layer.{layer}" for layer in range(LAYERS)]
         groups.append(KVCacheGroupSpec(layers, spec, is_eagle_group=window == DRAFT))
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+needs_states = pytest.mark.skipif(not compat.hands_over_states(), reason="engines with states are refused before 0.32")
 
 
 class PretendEngine:

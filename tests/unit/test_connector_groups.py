@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
-from connector import compat, metrics
+from connector import metrics
 from connector.scheduler import STATE_WAIT_S
-from tests.unit.connector_engine import BLOCK_TOKENS, DRAFT, SEED, STATE, PretendEngine
+from tests.unit.connector_engine import BLOCK_TOKENS, DRAFT, SEED, STATE, PretendEngine, needs_states
 
 PROMPT = [i % 97 for i in range(44)]
 WINDOWS = (None, 8, 16)
@@ -160,7 +160,7 @@ def engine_with_states(**options) -> PretendEngine:
     return PretendEngine(**{"windows": (None, STATE), "blocks": 100, "blocks_per_chunk": 1, **options})
 
 
-@pytest.mark.skipif(not compat.hands_over_states(), reason="this vLLM hands over one state fewer: engines are refused")
+@needs_states
 def test_of_a_prompt_each_state_that_a_step_ends_with_is_stored_and_the_last_loaded():
     engine = engine_with_states()
     cold = engine.serve("cold", PROMPT, max_tokens=1)
@@ -174,6 +174,7 @@ def test_of_a_prompt_each_state_that_a_step_ends_with_is_stored_and_the_last_loa
     assert engine.daemon.hits == engine.metric(metrics.LOADED_CHUNKS) == chunks - 1 + 1
 
 
+@needs_states
 @pytest.mark.parametrize("position", [0, -1])
 def test_after_a_failed_load_of_a_state_or_of_what_lies_before_it_the_prompt_is_computed(position):
     engine = engine_with_states()
@@ -184,6 +185,7 @@ def test_after_a_failed_load_of_a_state_or_of_what_lies_before_it_the_prompt_is_
     assert engine.daemon.failed_loads == 1
 
 
+@needs_states
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_request_waits_for_the_slot_of_its_state_for_a_bounded_time(in_time):
     engine, now = engine_with_states(), [0.0]

@@ -14,9 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
+from connector import compat
 from tests.unit.connector_engine import DRAFT, SEED, STATE, PretendEngine
 
 PROMPTS = [[100 * family + i % 97 for i in range(64)] for family in range(3)]
+WITH_STATES = [(None, STATE), (None, 9, STATE)] if compat.hands_over_states() else []
 
 
 class Lives(RuleBasedStateMachine):
@@ -24,9 +26,7 @@ class Lives(RuleBasedStateMachine):
         blocks=st.sampled_from([16, 24, 60]),
         blocks_per_chunk=st.sampled_from([1, 2, 3]),
         slots=st.sampled_from([4, 12, 64]),
-        windows=st.sampled_from(
-            [(None,), (None,), (None, 9), (None, 8, 17), (9,), (None, STATE), (None, 9, STATE), (None, DRAFT)]
-        ),
+        windows=st.sampled_from([(None,), (None,), (None, 9), (None, 8, 17), (9,), (None, DRAFT), *WITH_STATES]),
         prefix_caching=st.booleans(),
         role=st.sampled_from(["kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer"]),
         prompt_only=st.booleans(),

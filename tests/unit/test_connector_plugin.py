@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 from connector import KVStoreConnector, metrics
 from connector.config import SPEC_MODULE_PATH, SPEC_NAME
 from kvstore.errors import SeedMismatch
-from tests.unit.connector_engine import BLOCK_TOKENS, kv_cache_config, vllm_config
+from tests.unit.connector_engine import BLOCK_TOKENS, kv_cache_config, needs_states, vllm_config
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +95,7 @@ def with_states(**options) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
+@needs_states
 def test_states_at_the_ends_of_blocks_are_served_and_ends_within_a_block_left_out():
     connector = build(vllm_config(), with_states())
     assert not connector.scheduler.config.supports_partial_tail
@@ -116,6 +117,7 @@ def test_a_version_that_does_not_hand_states_over_is_refused_with_them(monkeypat
         build(vllm_config(), with_states())
 
 
+@needs_states
 def test_a_chunk_of_several_states_is_refused():
     with pytest.raises(ValueError, match=r"a chunk of 2 blocks.*set blocks_per_chunk to 1"):
         build(vllm_config({"blocks_per_chunk": 2}), with_states())
