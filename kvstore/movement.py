@@ -164,7 +164,7 @@ class Movement:
         evicted in this run shows that better than bytes, of which slabs and index take their share."""
         if self._policy is not WritePolicy.WRITE_THROUGH:
             return Room.NOT_ASKED
-        return Room.FULL if self.fs.stats().evictions else Room.FREE
+        return Room.FULL if self.fs.evictions else Room.FREE
 
     @property
     def promoting_bytes(self) -> int:

@@ -317,6 +317,11 @@ class FsTier:
             return self._recovery_error
         return self._writes.directory_lost or self._writes.health.reason or self._reads.health.reason
 
+    @property
+    def evictions(self) -> int:
+        """As in `stats`, for who asks with every message."""
+        return self._counters.evictions
+
     def stats(self) -> FsStats:
         catalog, counters, ready = self._catalog, self._counters, self._ready.is_set()
         return FsStats(

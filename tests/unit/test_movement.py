@@ -23,7 +23,6 @@ GROUP = 7
 @dataclass(frozen=True)
 class Stats:
     dropped: int = 0
-    evictions: int = 0
 
 
 @dataclass
@@ -56,7 +55,7 @@ class LowerTier:
         self.reads.append((chunk, memory, done, released))
 
     def stats(self) -> Stats:
-        return Stats(evictions=self.evictions)
+        return Stats()
 
     def end_write(self, outcome: WriteOutcome = WriteOutcome.STORED) -> None:
         chunk, _, done, released = self.writes.pop(0)
