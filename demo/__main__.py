@@ -210,7 +210,10 @@ def show_decisions(decisions: list[tuple[str, dict[str, Any]]]) -> None:
     row("chosen", [f"{'load' if decision['tier'] else 'recompute'}: {decision['reason']}" for _, decision in decisions])
     row("measured", [ms(decision["first_token_s"]) for _, decision in decisions])
     Console(width=110).print(table)
-    if decisions[-1][1]["tier"]:
+    short = decisions[-1][1]
+    if short["reason"] == "EXPLORING":
+        say("the short prefix was loaded against the prediction, as now and then one is, to keep it honest")
+    elif short["tier"]:
         say("on this machine even the short prefix is quicker to load than to recompute")
 
 
