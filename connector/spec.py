@@ -149,6 +149,7 @@ class KVStoreSpec(OffloadingSpec):
                 engine.config.admission,
                 engine_priors(engine.vllm_config, self._page_bytes()),
                 tokens_per_chunk=lead.tokens_per_chunk,
+                kind=kinds.index(lead),
                 learning=learning(engine.vllm_config),
             ),
         )
