@@ -78,7 +78,8 @@ bool inside(std::uint64_t address, std::uint64_t nbytes, std::uint64_t region, s
 
 }  // namespace
 
-void copy_bytes(std::byte* destination, const std::byte* source, std::size_t nbytes, const std::byte* next) {
+void copy_bytes(std::byte* destination, const std::byte* source, std::size_t nbytes,
+                [[maybe_unused]] const std::byte* next) {
 #if defined(__x86_64__)
     if (stream_lines != nullptr && nbytes >= STREAM_BYTES_MIN) {
         const std::size_t head = (LINE - reinterpret_cast<std::uintptr_t>(destination) % LINE) % LINE;
