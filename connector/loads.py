@@ -161,6 +161,7 @@ class Loads:
         anywhere = leading(codes, MISS) if from_disk else in_memory
         on_disk = codes.count(FS, in_memory, anywhere)
         first, tokens_per_chunk = row.lookup_from, row.geometry.tokens_per_chunk
+        missing = get_offload_block_hash(keys[anywhere]) if anywhere < len(keys) else lead.missing
         loading = self._loading.keys()
         return Hit(
             prompt_tokens=max(record.prompt_tokens, len(record.hashes) * self._geometry.tokens_per_hash),
@@ -172,7 +173,7 @@ class Loads:
             disk_chunks=on_disk,
             chunk_bytes=self._geometry.chain_bytes(attached),
             disk_healthy=healthy,
-            missing=get_offload_block_hash(keys[anywhere]) if anywhere < len(keys) else lead.missing,
+            missing=record.stored_as([missing])[0] if missing else b"",
         )
 
     def _prefetch(

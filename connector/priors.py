@@ -8,6 +8,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from connector.config import CopyBackend
 from connector.transfer import COPY_THREADS
 from kvstore import profiles
 from kvstore.admission import Priors
@@ -15,6 +16,7 @@ from kvstore.costmodel import DRAM_WRITE_PRICE_MIN, RecomputeModel, TransferMode
 from kvstore.errors import ConfigurationError
 from kvstore.namespace import canonical_json
 from kvstore.profiles import measured
+from kvstore.profiles.measured import Way
 
 logger = logging.getLogger("vllm.connector.priors")
 
@@ -23,12 +25,18 @@ CPU_FLOPS_PER_CORE = 30e9
 CPU_STEP_S = 5e-3
 HOST_COPY = TransferModel(4e9, 2e-4)
 DISK = TransferModel(1e9, 6e-3)  # slower than any NVMe drive, until it was read
+WAYS = {
+    CopyBackend.AUTO: (Way.COPY_ENGINE, Way.KERNEL),
+    CopyBackend.COPY_ENGINE: (Way.COPY_ENGINE,),
+    CopyBackend.KERNEL: (Way.KERNEL,),
+    CopyBackend.HOST: (Way.PAGEABLE,),
+}
 FITTED_ERROR_MAX = 0.2  # of a profile that was fitted for this model and GPU, not scaled from another
 
 
-def engine_priors(vllm_config: VllmConfig, page_bytes: int) -> Priors:
+def engine_priors(vllm_config: VllmConfig, page_bytes: int, backend: CopyBackend = CopyBackend.AUTO) -> Priors:
     """What `kvstore calibrate` measured on this node counts before any table. `page_bytes`: of a layer's block on one
-    rank, which is what one fragment of a copy has."""
+    rank, which is what one fragment of a copy has. `backend`: which way those go."""
     node = node_profile()
     disk = node.disk_read if node is not None and node.disk_read is not None else DISK
     writes = node.disk_write_bytes_per_s if node is not None else None
@@ -55,7 +63,7 @@ def engine_priors(vllm_config: VllmConfig, page_bytes: int) -> Priors:
     copies = None if node is None else node.device_named(name)
 
     def link(direction: measured.Direction) -> TransferModel:
-        found = None if copies is None else copies.link(direction, page_bytes)
+        found = None if copies is None else copies.link(direction, page_bytes, WAYS[backend])
         rank = gpu.link.expected if found is None else found
         # Ranks that hold copies of the same heads each load all of them, and take turns to store.
         parts = min(tp_size, geometry.kv_heads) if direction is measured.Direction.LOAD else tp_size

@@ -147,8 +147,9 @@ class KVStoreSpec(OffloadingSpec):
             ),
             Admission(
                 engine.config.admission,
-                engine_priors(engine.vllm_config, self._page_bytes()),
+                engine_priors(engine.vllm_config, self._page_bytes(), engine.config.copy_backend),
                 tokens_per_chunk=lead.tokens_per_chunk,
+                kind=kinds.index(lead),
                 learning=learning(engine.vllm_config),
             ),
         )

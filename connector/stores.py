@@ -99,7 +99,8 @@ class Stores:
         for row, offers in offered:
             if row is record.lead:
                 generated = [offer.key for offer in offers if offer.position >= row.prompt_chunks]
-                self._admission.offered([get_offload_block_hash(key) for key in generated])
+                hashes = [get_offload_block_hash(key) for key in generated]
+                self._admission.offered(record.stored_as(hashes))
         stored = [(offers, self._accept(attached, record, offers)) for offers in sorted_out]
         keys_to_store = [offer.key for offers, _ in stored for offer in offers.wanted]
         if not keys_to_store:
@@ -170,7 +171,7 @@ class Stores:
         codes = np.frombuffer(record.find(attached, row, chain)[0], np.uint8)
         return self._admission.store(
             record.req_id,
-            chain,
+            record.stored_as(chain),
             (codes == CPU) | (codes == PENDING),
             chunk_bytes=self._geometry.chain_bytes(attached),
             tier_full=attached.steps.cpu_full,

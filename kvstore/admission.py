@@ -191,8 +191,8 @@ class _Ledger:
 
 
 class Admission:
-    """See the module's docstring. `tell` is given each decision, and again what came of it; `learning`
-    names what speeds depend on."""
+    """See the module's docstring. `tell` is given each decision, and again what came of it; `kind` is that of the
+    chunks decided by; `learning` names what speeds depend on."""
 
     def __init__(
         self,
@@ -200,6 +200,7 @@ class Admission:
         priors: Priors,
         *,
         tokens_per_chunk: int,
+        kind: int = 0,
         learning: str = "",
         tell: Callable[[Decision], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
@@ -208,6 +209,7 @@ class Admission:
         self.mode = mode
         self._priors = priors
         self._tokens_per_chunk = tokens_per_chunk
+        self._kind = kind
         self.learning = learning
         self.tell = tell
         self._clock = clock
@@ -320,6 +322,7 @@ class Admission:
             tier,
             end_tokens,
             (hit.missing,) if hit.missing else (),
+            kind=self._kind,
         )
         verdict = LoadVerdict(hit, decision, tier, end_tokens, wait_s, now_s, deadline_s)
         if hit.disk_chunks and tier != FS and self.mode is Mode.MODEL and hit.disk_healthy:
@@ -522,6 +525,7 @@ class Admission:
                 disk_reason=verdict.disk_reason,
                 disk_end_tokens=min(end, disk_end) * self._tokens_per_chunk,
                 disk_refused_count=max(0, end - disk_end),
+                kind=self._kind,
             )
         )
         return verdict

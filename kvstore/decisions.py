@@ -52,6 +52,7 @@ class Decision:
     load_s: float = 0.0  # from the decision until its load had ended
     saved_s: float = 0.0  # what recomputing the loaded part would have taken
     first_token_s: float = 0.0  # from the decision until the prompt was computed
+    kind: int = 0  # of the chunks that were compared, and of the refused keys
 
     def message(self) -> store_pb2.Decision:
         return store_pb2.Decision(
@@ -83,4 +84,5 @@ class Decision:
             load_s=self.load_s,
             saved_s=self.saved_s,
             first_token_s=self.first_token_s,
+            kind=self.kind,
         )

@@ -373,7 +373,10 @@ class Store:
                     waited=not chain.unwaited,
                 )
         self.counts.misses += request.misses
-        self.explanations.told(group.name, group.kinds[0].namespace if group.kinds else b"", request.decisions, now_ms)
+        for decision in request.decisions:
+            # What came of a decision may be told to another daemon, before the workers have come to it.
+            namespace = group.kinds[decision.kind].namespace if decision.kind < len(group.kinds) else b""
+            self.explanations.told(group.name, namespace, [decision], now_ms)
         self._learn(request, reply)
         while group.reads:
             chunks, seconds = group.reads.popleft()

@@ -22,29 +22,34 @@ namespace kvstore {
 namespace {
 
 constexpr std::size_t LINE = 64;
-// The hardware reads ahead within a page, once it has seen some lines of it.
-constexpr std::size_t PAGE = 4096;
-constexpr std::size_t AHEAD_PAGES = 2, AHEAD_LINES = 4;
 // Below this, filling and flushing the write-combining buffers costs more than it saves.
-constexpr std::size_t STREAM_BYTES_MIN = 4096;
+constexpr std::size_t STREAM_BYTES_MIN = 512;
+// How long before it is read a line is asked for, in bytes that are copied meanwhile. It is asked for into the second
+// cache, which waits for more lines at once than the first; and where the fragment ends, the lines are the next one's,
+// for the hardware cannot know where that lies.
+constexpr std::size_t AHEAD_BYTES = 48 * LINE;
 
 #if defined(__x86_64__)
 
-// `destination` is aligned to a line and `nbytes` a multiple of it.
-using StreamLines = void (*)(std::byte* destination, const std::byte* source, std::size_t nbytes);
+// `destination` is aligned to a line and `nbytes` a multiple of it. Asks for as many bytes at `ahead`, which may lie
+// anywhere.
+using StreamLines = void (*)(std::byte* destination, const std::byte* source, std::size_t nbytes,
+                             const std::byte* ahead);
 
 RACY_BY_DESIGN __attribute__((target("avx512f"))) void stream_avx512(std::byte* destination, const std::byte* source,
-                                                                     std::size_t nbytes) {
+                                                                     std::size_t nbytes, const std::byte* ahead) {
     for (std::size_t at = 0; at < nbytes; at += LINE) {
+        _mm_prefetch(ahead + at, _MM_HINT_T1);
         _mm512_stream_si512(reinterpret_cast<__m512i*>(destination + at), _mm512_loadu_si512(source + at));
     }
 }
 
 RACY_BY_DESIGN __attribute__((target("avx2"))) void stream_avx2(std::byte* destination, const std::byte* source,
-                                                                std::size_t nbytes) {
+                                                                std::size_t nbytes, const std::byte* ahead) {
     for (std::size_t at = 0; at < nbytes; at += LINE) {
         const auto* from = reinterpret_cast<const __m256i*>(source + at);
         auto* to = reinterpret_cast<__m256i*>(destination + at);
+        _mm_prefetch(ahead + at, _MM_HINT_T1);
         const __m256i low = _mm256_loadu_si256(from);
         const __m256i high = _mm256_loadu_si256(from + 1);
         _mm256_stream_si256(to, low);
@@ -67,28 +72,26 @@ void copy_plain(std::byte* destination, const std::byte* source, std::size_t nby
     if (nbytes > 0) std::memcpy(destination, source, nbytes);  // of no bytes, either address may be null
 }
 
-// Asks for the first lines of each page of what is copied next: short fragments may lie anywhere, and each would wait
-// for memory where it begins.
-void read_ahead(const std::byte* source, std::size_t nbytes) {
-    for (std::size_t page = 0; page < std::min(nbytes, AHEAD_PAGES * PAGE); page += PAGE) {
-        for (std::size_t line = 0; line < AHEAD_LINES; ++line) __builtin_prefetch(source + page + line * LINE);
-    }
-}
-
 bool inside(std::uint64_t address, std::uint64_t nbytes, std::uint64_t region, std::uint64_t region_bytes) {
     return address >= region && nbytes <= region_bytes && address - region <= region_bytes - nbytes;
 }
 
 }  // namespace
 
-void copy_bytes(std::byte* destination, const std::byte* source, std::size_t nbytes) {
+void copy_bytes(std::byte* destination, const std::byte* source, std::size_t nbytes,
+                [[maybe_unused]] const std::byte* next) {
 #if defined(__x86_64__)
     if (stream_lines != nullptr && nbytes >= STREAM_BYTES_MIN) {
         const std::size_t head = (LINE - reinterpret_cast<std::uintptr_t>(destination) % LINE) % LINE;
-        const std::size_t lines = (nbytes - head) / LINE * LINE;
         copy_plain(destination, source, head);
-        stream_lines(destination + head, source + head, lines);
-        copy_plain(destination + head + lines, source + head + lines, nbytes - head - lines);
+        destination += head;
+        source += head;
+        nbytes -= head;
+        const std::size_t lines = nbytes / LINE * LINE;
+        const std::size_t last = std::min(lines, AHEAD_BYTES), first = lines - last;
+        stream_lines(destination, source, first, source + AHEAD_BYTES);
+        stream_lines(destination + first, source + first, last, next);
+        copy_plain(destination + lines, source + lines, nbytes - lines);
         return;
     }
 #endif
@@ -338,14 +341,10 @@ void Copier::run(const Job& job, const Part& part) {
         const Fragment& fragment = job.fragments[i];
         const std::uint64_t begin = i == part.first ? part.first_offset : 0;
         const std::uint64_t end = i == part.last ? part.last_offset : fragment.nbytes;
-        if (i < part.last) {
-            const Fragment& next = job.fragments[i + 1];
-            if (next.source != fragment.source + fragment.nbytes) {
-                read_ahead(reinterpret_cast<const std::byte*>(next.source), next.nbytes);
-            }
-        }
+        const std::uint64_t next = job.fragments[i < part.last ? i + 1 : i].source;
         copy_bytes(reinterpret_cast<std::byte*>(fragment.destination + begin),
-                   reinterpret_cast<const std::byte*>(fragment.source + begin), end - begin);
+                   reinterpret_cast<const std::byte*>(fragment.source + begin), end - begin,
+                   reinterpret_cast<const std::byte*>(next));
     }
 }
 

@@ -97,11 +97,12 @@ def _device(number: int | None) -> tuple[measured.Device | None, str]:
 
 
 def _device_table(copies: measured.Device) -> Table:
-    table = Table("fragment", "by", *measured.Direction, title=f"{copies.name}, GB/s")
+    directions = tuple(dict.fromkeys(rate.direction for rate in copies.rates))
+    table = Table("fragment", "by", *directions, title=f"{copies.name}, GB/s")
     speeds = {(rate.way, rate.fragment_bytes, rate.direction): rate.bytes_per_s / 1e9 for rate in copies.rates}
     for way, nbytes in dict.fromkeys((rate.way, rate.fragment_bytes) for rate in copies.rates):
         table.add_row(
-            f"{nbytes >> 10} KiB", way, *(f"{speeds[way, nbytes, direction]:.2f}" for direction in measured.Direction)
+            f"{nbytes >> 10} KiB", way, *(f"{speeds[way, nbytes, direction]:.2f}" for direction in directions)
         )
     return table
 

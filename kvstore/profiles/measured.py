@@ -8,7 +8,7 @@ import enum
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,15 +66,17 @@ class Device:
             return 0
         return min((nbytes for nbytes in sizes if nbytes > longest), default=longest + 1)
 
-    def link(self, direction: Direction, fragment_bytes: int) -> TransferModel | None:
-        """Of page-locked memory, as the better way copies the largest measured fragments that are not longer. None:
-        nothing was measured."""
-        ways = [self._by_size(way, direction) for way in (Way.COPY_ENGINE, Way.KERNEL)]
-        sizes = {nbytes for rates in ways for nbytes in rates}
+    def link(
+        self, direction: Direction, fragment_bytes: int, ways: Sequence[Way] = (Way.COPY_ENGINE, Way.KERNEL)
+    ) -> TransferModel | None:
+        """As the best of these ways copies the largest measured fragments that are not longer. None: nothing was
+        measured."""
+        measured = [self._by_size(way, direction) for way in ways]
+        sizes = {nbytes for rates in measured for nbytes in rates}
         if not sizes:
             return None
         nearest = max((nbytes for nbytes in sizes if nbytes <= fragment_bytes), default=min(sizes))
-        bytes_per_s = max(rates[nearest] for rates in ways if nearest in rates)
+        bytes_per_s = max(rates[nearest] for rates in measured if nearest in rates)
         return TransferModel(bytes_per_s, self.overhead_s, 0.0)  # what a fragment costs is in the rate
 
     def _by_size(self, way: Way, direction: Direction) -> dict[int, float]:

@@ -405,8 +405,8 @@ bool DeviceCopier::begin(bool is_load) {
         job->started = true;
     }
     for (const Fragment& fragment : batch.host) {
-        copy_bytes(reinterpret_cast<std::byte*>(fragment.destination),
-                   reinterpret_cast<const std::byte*>(fragment.source), fragment.nbytes);
+        const auto* source = reinterpret_cast<const std::byte*>(fragment.source);
+        copy_bytes(reinterpret_cast<std::byte*>(fragment.destination), source, fragment.nbytes, source);
     }
     if (!batch.host.empty()) stream_fence();
     if (batch.count > batch.host.size() && !put_in_flight(job, batch)) return true;

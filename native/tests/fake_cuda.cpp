@@ -276,6 +276,7 @@ Result batch(DeviceAddress* to, DeviceAddress* from, std::size_t* sizes, std::si
     if (order != SourceOrder::STREAM && order != SourceOrder::ANY) return INVALID_VALUE;
     const bool from_device = within(state->device, from[0], sizes[0]);
     if (order == SourceOrder::ANY && from_device) return INVALID_VALUE;  // live KV cache: never
+    ++state->calls[order == SourceOrder::ANY ? "batches of order ANY" : "batches of order STREAM"];
     enqueue_pieces(stream_of(handle), std::move(pieces),
                    order == SourceOrder::ANY || (from_device && (state->faults & STORES_READ_ANY_TIME) != 0));
     return SUCCESS;

@@ -86,8 +86,8 @@ void write(Shared& shared, TableWriter& writer) {
         const std::uint64_t generation = writer.raise_generation(slot_number(place));
         std::atomic_thread_fence(std::memory_order_seq_cst);
         std::fill(bytes.begin(), bytes.end(), stamp(key, generation));
-        copy_bytes(shared.arena->data() + place * SLOT_BYTES, reinterpret_cast<const std::byte*>(bytes.data()),
-                   SLOT_BYTES);
+        const auto* source = reinterpret_cast<const std::byte*>(bytes.data());
+        copy_bytes(shared.arena->data() + place * SLOT_BYTES, source, SLOT_BYTES, source);
         stream_fence();
         if (writer.insert(shared.digests[key], Where::CPU, {slot_number(place), generation}, key)) holds[place] = key;
         writer.heartbeat();
@@ -126,7 +126,7 @@ void read(Shared& shared, int number, Copier* copier) {
             }
             copier->finished();
         } else {
-            copy_bytes(reinterpret_cast<std::byte*>(bytes.data()), source, SLOT_BYTES);
+            copy_bytes(reinterpret_cast<std::byte*>(bytes.data()), source, SLOT_BYTES, source);
             stream_fence();
         }
         std::uint8_t current = 0;

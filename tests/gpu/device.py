@@ -1,14 +1,18 @@
 """A device for tests that run on both: the fake one, so that the tests themselves are known to work, and a real one."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from connector.config import CopyBackend
 from connector.cuda import open_copier
 from kvstore._native import CUDA_KERNELS, DeviceCopier
 from tests.unit.fake_cuda import FakeDevice
+
+LATER_CYCLES = 1 << 30  # of the GPU's clock: about half a second, and the copies beside it take milliseconds
 
 
 class Fake:
@@ -32,6 +36,20 @@ class Fake:
         with self._device.running():
             yield
 
+    @contextmanager
+    def computing_on(self) -> Iterator[Callable[[], bool]]:
+        """Meanwhile the stream computes, once it has done all before; says whether that is over."""
+        something, before, later = np.ones(1, np.uint8), np.zeros(1, np.uint8), np.zeros(1, np.uint8)
+        self._device.compute_read(something, before)
+        while not before.any():
+            time.sleep(0.001)
+        self._device.gate(is_open=False)
+        self._device.compute_read(something, later)
+        try:
+            yield lambda: bool(later.any())
+        finally:
+            self._device.gate(is_open=True)
+
 
 class Gpu:
     def open(self, backend: CopyBackend) -> DeviceCopier:
@@ -47,6 +65,16 @@ class Gpu:
     @contextmanager
     def working(self) -> Iterator[None]:
         yield
+
+    @contextmanager
+    def computing_on(self) -> Iterator[Callable[[], bool]]:
+        over = torch.cuda.Event()
+        torch.cuda._sleep(LATER_CYCLES)
+        over.record()
+        try:
+            yield over.query
+        finally:
+            over.synchronize()
 
 
 def no_gpu() -> str:

@@ -19,8 +19,8 @@ from connector.layout import AcrossTp, ChunkLayout, LayerPages
 from connector.selfcheck import MEMORY_BYTES, check_device
 from kvstore._native import Arena, DeviceCopier, class_bytes, create_memfd
 from kvstore.device_bandwidth import measure_device
-from kvstore.profiles.measured import Direction, Way
-from tests.gpu.device import Gpu, no_gpu
+from kvstore.profiles.measured import Way
+from tests.gpu.device import Fake, Gpu, no_gpu
 from tests.unit.test_connector_shards import Kind, Model, Rank, contents, mapping, reference_chunk
 
 WAIT_S = 60.0
@@ -53,19 +53,24 @@ class Ranks:
             self.layouts.append(ChunkLayout(pages, blocks_per_chunk=model.per_chunk, block_count=model.blocks, cut=cut))
 
 
+def mapped_arena(copier: DeviceCopier, nbytes: int, backend: CopyBackend) -> Arena:
+    fd = create_memfd("test-arena", nbytes)
+    arena = Arena(fd, nbytes)
+    os.close(fd)
+    copier.map_arena(arena, None, pin=backend is not CopyBackend.HOST)
+    while copier.pin_next(arena.address) == "piece":
+        pass
+    copier.stop_pinning(arena.address)
+    return arena
+
+
 @pytest.mark.parametrize("backend", list(CopyBackend))
 @pytest.mark.parametrize("name", MODELS)
 def test_what_one_tp_size_stores_every_other_loads(device, name, backend):
     model = MODELS[name]
     slot_bytes = class_bytes(model.chunk_bytes)
-    fd = create_memfd("test-arena", CHUNKS * slot_bytes)
-    arena = Arena(fd, CHUNKS * slot_bytes)
-    os.close(fd)
     copier = device.open(backend)
-    copier.map_arena(arena, None, pin=backend is not CopyBackend.HOST)
-    while copier.pin_next(arena.address) == "piece":
-        pass
-    copier.stop_pinning(arena.address)
+    arena = mapped_arena(copier, CHUNKS * slot_bytes, backend)
     count = CHUNKS * model.per_chunk
     rng = np.random.default_rng(1)
     content = contents(model, count)
@@ -129,11 +134,47 @@ def test_the_check_before_first_use_passes(device, backend):
     check_device(device.open(backend), device.zeros(MEMORY_BYTES), device.stream, pins=pins)
 
 
+@pytest.mark.parametrize("backend", list(CopyBackend))
+def test_copies_do_not_wait_for_what_is_computed_after_them(device: Fake | Gpu, backend: CopyBackend) -> None:
+    """Each ends while the stream that it was submitted behind computes on."""
+    count, nbytes = 64, 8 << 10
+    copier, memory = device.open(backend), device.zeros(count * nbytes)
+    copier.add_memory(memory.data_ptr(), memory.nbytes)
+    arena = mapped_arena(copier, count * nbytes, backend)
+    here = np.arange(count, dtype=np.uint64) * np.uint64(nbytes)
+    there = here[::-1] + np.uint64(arena.address)  # so that no two lie together
+    here = here + np.uint64(memory.data_ptr())
+
+    def submit(job: int, *, is_load: bool) -> None:
+        sources, destinations = (there, here) if is_load else (here, there)
+        copier.submit(
+            job,
+            sources,
+            destinations,
+            np.full(count, nbytes, np.uint64),
+            is_load=is_load,
+            compute_stream=device.stream(),
+            blocks=np.empty(0, np.int64),
+        )
+
+    for job, is_load in enumerate((False, True)):  # what a driver does only once may wait for the device
+        submit(job, is_load=is_load)
+        assert copier.wait([job], WAIT_S)
+    for job, is_load in enumerate((False, True), start=2):
+        submit(job, is_load=is_load)
+        with device.computing_on() as is_over:
+            assert copier.wait([job], WAIT_S)
+            assert not is_over(), f"the {'load' if is_load else 'store'} ended with what was computed after it"
+    assert [(ended.job, ended.failed) for ended in copier.finished()] == [(job, []) for job in range(4)]
+    copier.close()
+    arena.close()
+
+
 def test_it_can_be_measured(device):
     ways = {Way.KERNEL: CopyBackend.KERNEL, Way.COPY_ENGINE: CopyBackend.COPY_ENGINE, Way.PAGEABLE: CopyBackend.HOST}
     sizes = (2 << 10, 64 << 10)
     found = measure_device(lambda way: device.open(ways[way]), fragment_bytes=sizes, total_bytes=1 << 20, rounds=2)
-    assert len(found.rates) == len(ways) * len(sizes) * len(Direction)
+    assert len(found.rates) == len(ways) * len(sizes) * 2  # directions
     assert all(rate.bytes_per_s > 0 for rate in found.rates)
 
 

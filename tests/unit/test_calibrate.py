@@ -92,7 +92,7 @@ def test_a_device_is_measured_by_way_direction_and_fragment_size(device: FakeDev
     assert found.device is not None
     assert found.device.name == "fake device"
     rates = [(rate.way, rate.fragment_bytes, rate.direction) for rate in found.device.rates]
-    assert rates == list(itertools.product(Way, SIZES, Direction))
+    assert rates == list(itertools.product(Way, SIZES, (Direction.LOAD, Direction.STORE)))
     assert "fake device" in result.output
     assert "64 KiB" in result.output
     assert device.alive() == {}
@@ -200,3 +200,6 @@ def test_a_link_is_as_fast_as_the_better_way_for_fragments_of_that_size() -> Non
     found = [device.link(Direction.LOAD, nbytes) for nbytes in (50, 100, 399, 400, 10_000)]
     assert found == [TransferModel(speed, 1e-5, 0.0) for speed in (9.0, 9.0, 9.0, 20.0, 20.0)]
     assert device.link(Direction.STORE, 100) is None
+    slow = device.link(Direction.LOAD, 400, [Way.KERNEL])
+    assert slow is not None
+    assert slow.bytes_per_s == 9.0

@@ -8,8 +8,11 @@ import pytest
 pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
+from vllm.lora.request import LoRARequest
+
 from connector import metrics
-from kvstore.admission import DISK_WRITE_PRICE, PROBE_AFTER_DECLINES, Admission, Mode, Priors, Reason
+from connector.adapters import derived_keys
+from kvstore.admission import DISK_WRITE_PRICE, PROBE_AFTER_DECLINES, Admission, Mode, Priors, Reason, StoreVerdict
 from kvstore.costmodel import LoadReason, RecomputeModel, StoreReason, TransferModel
 from kvstore.decisions import Room
 from tests.unit.connector_engine import PretendEngine
@@ -99,6 +102,21 @@ def test_a_hit_that_does_not_pay_is_recomputed_and_holds_no_lease():
     assert (engine.daemon.hits, engine.metric(metrics.LOADED_CHUNKS)) == (0, 0)
     decision = loads(engine)[0]
     assert (decision.reason, decision.outcome) == (LoadReason.RECOMPUTE_IS_QUICKER, "recomputed")
+
+
+def test_what_is_told_of_an_adapters_chunks_names_them_as_the_store_does(monkeypatch):
+    engine, digest = engine_of(), b"a" * 32
+    monkeypatch.setattr(engine.connector._adapters, "digest", lambda *_, **__: digest)
+    monkeypatch.setattr("kvstore.admission.STORED_UNASKED", 0)
+    monkeypatch.setattr(
+        engine.half._admission, "decide_store", lambda *_, **__: StoreVerdict(2, StoreReason.NOT_WORTH_IT)
+    )
+    engine.daemon.on_commit = lambda *_: None  # it knows a chunk's bytes by vLLM's hash
+    request = engine.serve("cold", PROMPT, lora_request=LoRARequest("adapter", 1, "/adapter"))
+    chain = derived_keys(list(request.block_hashes[1:10:2]), digest)
+    load, store = (next(each for each in engine.steps.told if each.is_store == is_store) for is_store in (False, True))
+    assert [key for _, _, key in engine.daemon.stored] == chain[:2]
+    assert (list(load.refused), list(store.refused)) == (chain[:1], chain[2:])
 
 
 def test_never_neither_loads_nor_stores():

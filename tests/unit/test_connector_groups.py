@@ -46,6 +46,13 @@ def test_a_prompt_is_stored_and_loaded_in_every_group():
     assert engine.daemon.failed_loads == 0
 
 
+@pytest.mark.parametrize(("windows", "kind"), [((None, 8), 0), ((8, None), 1)])
+def test_decisions_name_the_group_that_they_are_made_by(windows, kind):
+    engine = mixed_engine(windows=windows)
+    engine.serve("cold", PROMPT, max_tokens=1)
+    assert {decision.kind for decision in engine.steps.told} == {kind}
+
+
 def test_of_a_window_only_what_it_reads_is_loaded_or_missed():
     engine = mixed_engine(blocks_per_chunk=1)
     engine.serve("cold", PROMPT, max_tokens=1)

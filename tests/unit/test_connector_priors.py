@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from connector import priors as under_test
+from connector.config import CopyBackend
 from connector.priors import DISK, HOST_COPY, engine_priors, learning
 from kvstore.costmodel import TransferModel, recompute_s
 from kvstore.profiles import measured
@@ -54,10 +55,13 @@ def test_the_link_to_a_gpu_is_what_was_measured_on_such_a_one_else_the_tables(
             (Direction.LOAD, PAGE_BYTES, 11e9), (Direction.LOAD, 2 * PAGE_BYTES, 50e9), (Direction.STORE, 4096, 13e9),
         ]
     )  # fmt: skip
+    rates += (Rate(Way.PAGEABLE, Direction.LOAD, PAGE_BYTES, 2e9),)
     host = TransferModel(9e9, 1e-5)
     measured.write(profile, measured.Measured(host, device=measured.Device("NVIDIA H200", 1e-4, rates)))
     priors = engine_priors(vllm_config(), PAGE_BYTES)
     assert (priors.load, priors.store) == (TransferModel(11e9, 1e-4, 0.0), TransferModel(13e9, 1e-4, 0.0))
+    assert engine_priors(vllm_config(), PAGE_BYTES, CopyBackend.HOST).load == TransferModel(2e9, 1e-4, 0.0)
+    assert engine_priors(vllm_config(), PAGE_BYTES, CopyBackend.KERNEL).load == table.load  # not measured
     measured.write(profile, measured.Measured(host, device=measured.Device("NVIDIA B300 SXM6 AC", 1e-4, rates)))
     priors = engine_priors(vllm_config(), PAGE_BYTES)
     assert (priors.load, priors.store) == (table.load, table.store)

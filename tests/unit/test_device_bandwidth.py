@@ -66,5 +66,6 @@ def test_without_a_kernel_the_other_ways_are_measured() -> None:
     with device.running():
         found = measure_device(without_kernel, fragment_bytes=SIZES, total_bytes=1 << 20, rounds=1)
     assert {rate.way for rate in found.rates} == {Way.COPY_ENGINE, Way.PAGEABLE}
+    assert {rate.direction for rate in found.rates} == {Direction.LOAD, Direction.STORE}
     assert (found.name, found.overhead_s > 0) == ("fake device", True)
     assert device.alive() == {}

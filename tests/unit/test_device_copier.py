@@ -74,6 +74,22 @@ def rig(store: NativeStore) -> Iterator[Rig]:
     assert device.alive() == {}
 
 
+@pytest.mark.parametrize("version", [12080, 13000])
+def test_a_load_may_be_read_at_any_time_and_a_store_only_in_the_order_of_its_stream(
+    store: NativeStore, version: int
+) -> None:
+    """The arena's bytes are there when the load is submitted; those of the KV cache only once they were computed."""
+    rig = Rig(store, version=version)
+    rig.pin()
+    orders = []
+    for job, is_load in enumerate((False, True)):
+        rig.submit(job, [(0, 0, 1000)], is_load=is_load)
+        assert rig.finish(job) == [(job, [], 1000)]
+        orders.append([rig.device.calls(f"batches of order {order}") for order in ("ANY", "STREAM")])
+    assert orders == [[0, 1], [1, 1]]
+    rig.close()
+
+
 def random_ranges(seed: int, count: int, size_max: int, total: int = ARENA) -> list[tuple[int, int, int]]:
     """Places of `count` fragments, apart on both sides, in another order on each."""
     rng = np.random.default_rng(seed)

@@ -41,7 +41,7 @@ class Buffers:
         )
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 4095, 4096, 4097, 70_001, 256 * KIB, 3_000_001])
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 511, 512, 513, 3135, 4097, 70_001, 256 * KIB, 3_000_001])
 @pytest.mark.parametrize(("from_offset", "to_offset"), [(0, 0), (1, 0), (0, 1), (7, 33)])
 def test_a_fragment_of_any_size_and_alignment_arrives_and_nothing_else_changes(
     copier: _native.Copier, nbytes: int, from_offset: int, to_offset: int

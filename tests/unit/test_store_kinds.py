@@ -168,3 +168,11 @@ def test_a_move_to_fresh_namespaces_moves_every_kind(store: Store, scheduler: Se
     assert not before & after
     assert [found(store, scheduler, kind, 1) for kind in (0, 1)] == [0, 0]
     assert operations(store).stats(0).tiers[0].granted_bytes == 0
+
+
+def test_a_decision_is_explained_with_the_namespace_of_its_kind(store: Store, scheduler: Session) -> None:
+    """One of a kind that is not there (yet) harms nobody."""
+    decisions = [store_pb2.Decision(number=1 + kind, request=f"request-{kind}", kind=kind) for kind in range(3)]
+    step(store, scheduler, decisions=decisions)
+    explained = [store.explanations.of_request(f"request-{kind}", 0)[0].namespace_id for kind in range(3)]
+    assert explained == [*(digest(brought.namespace_document) for brought in kinds()), b""]

@@ -187,7 +187,7 @@ class Alternative(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., seconds: _Optional[float] = ..., cost_s: _Optional[float] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("number", "request", "is_store", "reason", "prompt_tokens", "gpu_tokens", "cpu_tokens", "hit_tokens", "waiting", "recompute_s", "recompute_cost_s", "alternatives", "tier", "end_tokens", "refused_count", "refused", "outcome", "load_s", "saved_s", "first_token_s", "disk_reason", "disk_end_tokens", "disk_refused_count")
+    __slots__ = ("number", "request", "is_store", "reason", "prompt_tokens", "gpu_tokens", "cpu_tokens", "hit_tokens", "waiting", "recompute_s", "recompute_cost_s", "alternatives", "tier", "end_tokens", "refused_count", "refused", "outcome", "load_s", "saved_s", "first_token_s", "disk_reason", "disk_end_tokens", "disk_refused_count", "kind")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     IS_STORE_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +211,7 @@ class Decision(_message.Message):
     DISK_REASON_FIELD_NUMBER: _ClassVar[int]
     DISK_END_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DISK_REFUSED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     number: int
     request: str
     is_store: bool
@@ -234,7 +235,8 @@ class Decision(_message.Message):
     disk_reason: str
     disk_end_tokens: int
     disk_refused_count: int
-    def __init__(self, number: _Optional[int] = ..., request: _Optional[str] = ..., is_store: bool = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., cpu_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., recompute_s: _Optional[float] = ..., recompute_cost_s: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ..., tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., refused_count: _Optional[int] = ..., refused: _Optional[bytes] = ..., outcome: _Optional[str] = ..., load_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., disk_reason: _Optional[str] = ..., disk_end_tokens: _Optional[int] = ..., disk_refused_count: _Optional[int] = ...) -> None: ...
+    kind: int
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[str] = ..., is_store: bool = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., cpu_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., recompute_s: _Optional[float] = ..., recompute_cost_s: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ..., tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., refused_count: _Optional[int] = ..., refused: _Optional[bytes] = ..., outcome: _Optional[str] = ..., load_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., disk_reason: _Optional[str] = ..., disk_end_tokens: _Optional[int] = ..., disk_refused_count: _Optional[int] = ..., kind: _Optional[int] = ...) -> None: ...
 
 class Learned(_message.Message):
     __slots__ = ("name", "document")
