@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from kvstore.tiers.fs_catalog import Catalog, Entry, Link, Place, Slab, Usage
 from kvstore.tiers.fs_format import slot_bytes_for
 
-SLOTS_PER_SLICE = 250  # a millisecond at the most
+SLOTS_PER_SLICE = 100  # four microseconds each
 OWNERS_PER_SLICE = 1_000
 
 

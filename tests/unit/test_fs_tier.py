@@ -526,6 +526,50 @@ def test_a_removal_covers_what_a_failing_write_was_to_overwrite(tmp_path: Path, 
     run(scenario)
 
 
+def test_a_removal_covers_what_a_failing_write_overwrites_that_began_while_ghosts_are_taken(
+    tmp_path: Path, hanging: HangingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs_removal, "STEPS_PER_SLICE", 1)  # a turn of the loop for each ghost
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path / "fs", options(slab_bytes=20 * slot_bytes_for(CHUNK_BYTES))) as bench:
+            await store(bench, range(19), tenant=1)
+            await store(bench, [0])  # it stays, so the slab is not given up whole
+            bench.tier._catalog.foreign_bytes = bench.tier._catalog.cap_bytes  # so no slab is added
+            for number in range(19):
+                bench.tier._writes.evict(bench.entry(chunk_id(number, tenant=1)), None)
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            removal = asyncio.ensure_future(bench.remove(Scope(tenant=chunk_id(0, tenant=1).tenant)))
+            while bench.tier._removals._taking_ghosts is None:
+                await asyncio.sleep(0)
+            memory = Memory(hanging.address, CHUNK_BYTES)
+            write = asyncio.ensure_future(outcome_of(bench.tier.write, chunk_id(5), memory))
+            await asyncio.sleep(0)
+            [running] = bench.tier._writes.running.values()
+            assert running.place is not None
+            [ghost] = running.ghosts
+            slab, slot = running.place
+            old_header = SlotHeader(slab.number, slot, slab.epoch, 1, slab.slot_bytes, ghost, CHUNK_BYTES).encode()
+            returned = bench.tier._writes._returned
+
+            def fail(failing: Any, _error: int) -> None:
+                FsDirectory.write_block(slab.fd, slot_offset(slot, slab.slot_bytes), old_header)
+                bench.tier._writes._returned = returned  # type: ignore[method-assign]
+                returned(failing, errno.ECANCELED)  # so it is not tried again in the same slot
+
+            bench.tier._writes._returned = fail  # type: ignore[method-assign]
+            hanging.let_go()
+            assert await write is WriteOutcome.ABORTED
+            assert (await removal).failed is None
+            bench.tier._catalog.foreign_bytes = 0
+            shutil.copytree(tmp_path / "fs", tmp_path / "killed")
+        (tmp_path / "killed" / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path / "killed") as bench:
+            assert bench.held() == [chunk_id(0)]
+
+    run(scenario)
+
+
 def test_a_removal_is_out_of_reach_at_once_however_long_its_sweep_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
