@@ -9,9 +9,13 @@ stored, and per key loaded. What is stored fits, so neither side evicts. Ours st
 `always`), as theirs does; what deciding by the model costs on top is shown for a step in which nothing happens and for
 a lookup. Between steps there is a pause as of a very quick forward pass, in which our sending thread does its work.
 Limits are given for steps and keys; a request's is what vLLM's own path takes for one.
+
+Then the same of ours alone, over a daemon with a disk, in turns with that disk idle and as busy as two clients of
+another process can keep it; the limit is what it costs while the disk is idle.
 """
 
 import functools
+import multiprocessing
 import os
 import random
 import statistics
@@ -20,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
 
 os.environ["PYTHONHASHSEED"] = SEED = "0"  # before vLLM reads it
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -38,6 +43,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.report import Result, main
 from connector.messages import WorkerOutcomes
+from kvstore import admin
+from kvstore.client import StoreClient
+from kvstore.rpc.v1 import admin_pb2
 from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.testing import Daemon, running_daemon
 
@@ -53,6 +61,11 @@ QUIET_TOKENS = 8  # each; a prompt of one block and this many more never fills a
 STEPS_MAX = 50
 FORWARD_S = 0.005
 WAIT_S = 60.0
+DISK_ROUNDS = 12  # of each kind, with the disk idle and busy
+DISK_BYTES = 3 << 30
+DISK_CHUNK_BYTES, DISK_BATCH, DISK_BATCHES = 2 << 20, 16, 200  # put in turns, more than the disk holds: so it writes
+DISK_QUOTA_BYTES = 256 << 20  # in memory, so that they leave the engine's chunks there
+DISK_SETTLES_S = 1.0
 IDLE_US_MAX, LOOKUP_US_MAX, STORE_US_MAX = 50.0, 1.0, 10.0
 
 # What vLLM's scheduler calls, by what is asked for.
@@ -258,6 +271,7 @@ def measure() -> list[Result]:
         return _added(name, what, costs[engine], costs[theirs], limit)
 
     return [
+        *beside_a_disk(),
         added("added to a step in which nothing happens", "quiet_step", ours, IDLE_US_MAX),
         added("added per request that arrives, with a key", "request", ours, statistics.median(costs[theirs].request)),
         added("added per key looked up and found", "hit", ours, LOOKUP_US_MAX),
@@ -267,6 +281,69 @@ def measure() -> list[Result]:
         added("with admission by the model: to a step in which nothing happens", "quiet_step", deciding, IDLE_US_MAX),
         added("with admission by the model: per key looked up and found", "hit", deciding, LOOKUP_US_MAX),
     ]
+
+
+def beside_a_disk() -> list[Result]:
+    spawn = multiprocessing.get_context("spawn")
+    costs = {"idle": Costs(), "busy": Costs()}
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
+        flags = ["--fs-dir", folder + "/fs", "--fs-bytes", str(DISK_BYTES)]
+        with running_daemon(cpu_bytes=CPU_BYTES, hash_seed=SEED, arguments=flags, verify=False) as daemon:
+            load = admin_pb2.Selection(salt="load", tier="cpu")
+            admin.set_quota(daemon.endpoint, load, DISK_QUOTA_BYTES)
+            engine = Engine(
+                WorkerOutcomes,
+                kv_connector="KVStoreConnector",
+                kv_connector_module_path="connector",
+                kv_connector_extra_config={"endpoint": daemon.endpoint, "admission": "always"},
+            )
+            busy, stop = spawn.Event(), spawn.Event()
+            clients = [
+                spawn.Process(target=_keep_disk_busy, args=(daemon.endpoint, gets, busy, stop))
+                for gets in (False, True)
+            ]
+            with _worker_of(engine, daemon):
+                for client in clients:
+                    client.start()
+                for number in range(DISK_ROUNDS + 1):
+                    if number == 1:  # the first one warmed up
+                        costs = {"idle": Costs(), "busy": Costs()}
+                    for kind in ("idle", "busy") if number % 2 else ("busy", "idle"):
+                        (busy.set if kind == "busy" else busy.clear)()
+                        time.sleep(DISK_SETTLES_S)
+                        one_round(engine, costs[kind], number if kind == "idle" else -1 - number)
+                stop.set()
+                busy.set()
+                for client in clients:
+                    client.join()
+            loaded = daemon.tier("fs")["hits"]
+            engine.connector.shutdown()
+    return [
+        Result.of(f"{name}, the disk busy ({loaded} loads from it)", getattr(costs["busy"], what), "us", idle)
+        for name, what in (
+            ("step in which nothing happens", "quiet_step"),
+            ("per key looked up and found", "hit"),
+            ("per key looked up and missed", "miss"),
+        )
+        if (idle := getattr(costs["idle"], what))
+    ]
+
+
+def _keep_disk_busy(endpoint: str, gets: bool, busy: Event, stop: Event) -> None:
+    """Puts, or gets of what may be on disk by now, while `busy` is set."""
+    payload = os.urandom(DISK_CHUNK_BYTES)
+    number = 0
+    with StoreClient.attach(
+        endpoint, namespace={"model": "disk"}, chunk_bytes=DISK_CHUNK_BYTES, hash_seed=SEED
+    ) as store:
+        while not stop.is_set():
+            busy.wait()
+            number = random.randrange(DISK_BATCHES) if gets else (number + 1) % DISK_BATCHES
+            keys = [f"disk-{number * DISK_BATCH + i:027}".encode() for i in range(DISK_BATCH)]
+            if gets:
+                store.get("load", keys)
+            else:
+                store.put("load", dict.fromkeys(keys, payload))
 
 
 def _added(name: str, what: str, ours: Costs, theirs: Costs, limit: float) -> Result:
