@@ -10,8 +10,9 @@ stored, and per key loaded. What is stored fits, so neither side evicts. Ours st
 a lookup. Between steps there is a pause as of a very quick forward pass, in which our sending thread does its work.
 Limits are given for steps and keys; a request's is what vLLM's own path takes for one.
 
-Then the same of ours alone, over a daemon with a disk, in turns with that disk idle and as busy as two clients of
-another process can keep it; the limit is what it costs while the disk is idle.
+Then the same of ours alone, over a daemon with a disk, in turns with that disk idle, as busy as two other processes can
+keep it, and idle again while those two keep as many cores busy; the limit is what it costs while all of them rest.
+Where cores are few, an engine waits for one, and only the third kind of turn tells that from what the disk costs.
 """
 
 import functools
@@ -21,10 +22,11 @@ import random
 import statistics
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.synchronize import Event
+from multiprocessing.sharedctypes import Synchronized
 
 os.environ["PYTHONHASHSEED"] = SEED = "0"  # before vLLM reads it
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -66,6 +68,7 @@ DISK_BYTES = 3 << 30
 DISK_CHUNK_BYTES, DISK_BATCH, DISK_BATCHES = 2 << 20, 16, 200  # put in turns, more than the disk holds: so it writes
 DISK_QUOTA_BYTES = 256 << 20  # in memory, so that they leave the engine's chunks there
 DISK_SETTLES_S = 1.0
+RESTING, DISK_BUSY, CORES_BUSY, STOPPED = range(4)  # what the two other processes are told to do
 IDLE_US_MAX, LOOKUP_US_MAX, STORE_US_MAX = 50.0, 1.0, 10.0
 
 # What vLLM's scheduler calls, by what is asked for.
@@ -285,7 +288,7 @@ def measure() -> list[Result]:
 
 def beside_a_disk() -> list[Result]:
     spawn = multiprocessing.get_context("spawn")
-    costs = {"idle": Costs(), "busy": Costs()}
+    costs: dict[int, Costs] = {}
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
         flags = ["--fs-dir", folder + "/fs", "--fs-bytes", str(DISK_BYTES)]
         with running_daemon(cpu_bytes=CPU_BYTES, hash_seed=SEED, arguments=flags, verify=False) as daemon:
@@ -297,47 +300,48 @@ def beside_a_disk() -> list[Result]:
                 kv_connector_module_path="connector",
                 kv_connector_extra_config={"endpoint": daemon.endpoint, "admission": "always"},
             )
-            busy, stop = spawn.Event(), spawn.Event()
-            clients = [
-                spawn.Process(target=_keep_disk_busy, args=(daemon.endpoint, gets, busy, stop))
-                for gets in (False, True)
-            ]
+            told = spawn.Value("i", RESTING)
+            clients = [spawn.Process(target=_keep_busy, args=(daemon.endpoint, gets, told)) for gets in (False, True)]
             with _worker_of(engine, daemon):
                 for client in clients:
                     client.start()
                 for number in range(DISK_ROUNDS + 1):
-                    if number == 1:  # the first one warmed up
-                        costs = {"idle": Costs(), "busy": Costs()}
-                    for kind in ("idle", "busy") if number % 2 else ("busy", "idle"):
-                        (busy.set if kind == "busy" else busy.clear)()
+                    if number <= 1:  # the first one warmed up
+                        costs = {RESTING: Costs(), DISK_BUSY: Costs(), CORES_BUSY: Costs()}
+                    for kind in list(costs) if number % 2 else list(costs)[::-1]:
+                        told.value = kind
                         time.sleep(DISK_SETTLES_S)
-                        one_round(engine, costs[kind], number if kind == "idle" else -1 - number)
-                stop.set()
-                busy.set()
+                        one_round(engine, costs[kind], 3 * number + kind)
+                told.value = STOPPED
                 for client in clients:
                     client.join()
             loaded = daemon.tier("fs")["hits"]
             engine.connector.shutdown()
     return [
-        Result.of(f"{name}, the disk busy ({loaded} loads from it)", getattr(costs["busy"], what), "us", idle)
+        Result.of(f"{name}, {busy}", getattr(costs[kind], what), "us", getattr(costs[RESTING], what))
+        for kind, busy in ((DISK_BUSY, f"the disk busy ({loaded} loads)"), (CORES_BUSY, "two cores busy"))
         for name, what in (
             ("step in which nothing happens", "quiet_step"),
             ("per key looked up and found", "hit"),
             ("per key looked up and missed", "miss"),
         )
-        if (idle := getattr(costs["idle"], what))
     ]
 
 
-def _keep_disk_busy(endpoint: str, gets: bool, busy: Event, stop: Event) -> None:
-    """Puts, or gets of what may be on disk by now, while `busy` is set."""
+def _keep_busy(endpoint: str, gets: bool, told: "Synchronized[int]") -> None:
+    """Puts, or gets of what may be on disk by now; or keeps a core busy, or rests."""
     payload = os.urandom(DISK_CHUNK_BYTES)
     number = 0
     with StoreClient.attach(
         endpoint, namespace={"model": "disk"}, chunk_bytes=DISK_CHUNK_BYTES, hash_seed=SEED
     ) as store:
-        while not stop.is_set():
-            busy.wait()
+        while (kind := told.value) != STOPPED:
+            if kind == RESTING:
+                time.sleep(0.005)
+                continue
+            if kind == CORES_BUSY:
+                zlib.crc32(payload)
+                continue
             number = random.randrange(DISK_BATCHES) if gets else (number + 1) % DISK_BATCHES
             keys = [f"disk-{number * DISK_BATCH + i:027}".encode() for i in range(DISK_BATCH)]
             if gets:

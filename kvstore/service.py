@@ -145,7 +145,7 @@ class Chunks(store_pb2_grpc.ChunksServicer):  # type: ignore[misc]
 
 
 class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
-    """Long answers are made in slices, each a millisecond at the most; other calls run in between.
+    """Long answers are made in slices, each a millisecond at the most (but see `Store.check`); others run in between.
 
     `keep_quotas` and `drop_namespace` write to disk, where there is a tier for it.
     """

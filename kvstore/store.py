@@ -448,7 +448,7 @@ class Store:
     def check(self) -> Iterator[list[str]]:
         """`problems` in slices; anything may be called in between. What concerns one chunk, slot or group is of the
         moment at which it was looked at, each sum of the moment at which it was compared. A chunk that comes meanwhile
-        may not be looked at. One slice is longer, some tens of nanoseconds for each chunk of the cpu tier: its sums."""
+        may not be looked at. One slice is longer, up to 0.3 us for each chunk of the cpu tier: its sums."""
         start: int | None = 0
         while start is not None:
             found, start = self._index.problems_of_chunks(start, steps=limits.CHECKING_STEPS_PER_SLICE)
