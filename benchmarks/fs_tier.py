@@ -8,7 +8,8 @@ store, load   chunks of three sizes, so many in flight, through a tier of this p
 ready         a daemon on a directory with 100,000 chunks, from the start of its process to its ready line, beside one
               on an empty directory, in turns. Then how long until it holds them all.
 rebuild       the same directory without its index, beside a read of 4 KiB of each slot by the same number of threads.
-loop delay    how late the daemon's heartbeat comes while clients keep its disk busy both ways; 99th percentile.
+loop delay    how late the daemon's heartbeat comes while clients keep its disk busy both ways; 99th percentile. And
+              while an operator asks about 100,000 chunks on disk, beside how late it comes while nobody does.
 """
 
 import asyncio
@@ -27,9 +28,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.report import Result, main, spread
+from kvstore import admin
 from kvstore._native import IoPool
 from kvstore.client import StoreClient
 from kvstore.limits import HEARTBEAT_INTERVAL_MS
+from kvstore.rpc.v1 import admin_pb2
 from kvstore.server import OLD_COLLECTIONS_APART
 from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.testing import running_daemon, start_daemon
@@ -54,6 +57,7 @@ STARTS = 5
 READY_LATER_S_MAX = 0.5
 DELAY_S = 20.0
 DELAY_MS_MAX = 5.0
+ASKED_S = 3.0  # for each command
 
 
 @asynccontextmanager
@@ -304,6 +308,44 @@ def loop_delay(folder: Path) -> list[Result]:
     return [Result("loop delay, p99", round(p99, 3), "ms", DELAY_MS_MAX, round(p99 / DELAY_MS_MAX, 3), text)]
 
 
+def while_asked(folder: Path) -> list[Result]:
+    """Of the directory that `restarts` has filled."""
+    fs_bytes = 2 * INDEXED_CHUNKS * slot_bytes_for(SMALL_BYTES)
+    flags = ["--fs-dir", str(folder / "indexed"), "--fs-bytes", str(fs_bytes)]
+    on_disk = admin_pb2.Selection(tier="fs")
+    results = []
+    with running_daemon(cpu_bytes="64MiB", arguments=flags, verify=False) as daemon:
+        while daemon.tier("fs")["chunks"] < INDEXED_CHUNKS:
+            time.sleep(0.1)
+        commands: dict[str, Callable[[], object]] = {
+            "check": lambda: admin.check(daemon.endpoint),
+            "ls chunks": lambda: admin.chunks(daemon.endpoint, on_disk, 1_000),
+            "evict --older-than --dry-run": lambda: admin.remove(
+                daemon.endpoint, on_disk, older_than_ms=1, dry_run=True
+            ),
+            "evict --bytes --dry-run": lambda: admin.remove(
+                daemon.endpoint, on_disk, nbytes=fs_bytes // 4, dry_run=True
+            ),
+        }
+        look = Attachment(role=Role.CLIENT, hash_seed="0", kinds=(Kind({"model": "looks on"}, SMALL_BYTES),))
+        with Session.attach(daemon.endpoint, look) as session:
+            quiet_ms = _late_beats(session, ASKED_S)
+            for name, ask in commands.items():
+                stop = threading.Event()
+                asking = threading.Thread(target=_again_and_again, args=(ask, stop))
+                asking.start()
+                late_ms = _late_beats(session, ASKED_S)
+                stop.set()
+                asking.join()
+                results.append(Result.of(f"loop delay, {name}", late_ms, "ms", quiet_ms))
+    return results
+
+
+def _again_and_again(ask: Callable[[], object], stop: threading.Event) -> None:
+    while not stop.is_set():
+        ask()
+
+
 def _late_beats(session: Session, seconds: float) -> list[float]:
     """By how much each heartbeat of the daemon came later than it should after the one before."""
     late_ms = []
@@ -320,7 +362,7 @@ def _late_beats(session: Session, seconds: float) -> list[float]:
 
 def measure() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
-        return [result for part in (throughput, restarts, loop_delay) for result in part(Path(folder))]
+        return [result for part in (throughput, restarts, while_asked, loop_delay) for result in part(Path(folder))]
 
 
 if __name__ == "__main__":

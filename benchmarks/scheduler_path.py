@@ -9,17 +9,24 @@ stored, and per key loaded. What is stored fits, so neither side evicts. Ours st
 `always`), as theirs does; what deciding by the model costs on top is shown for a step in which nothing happens and for
 a lookup. Between steps there is a pause as of a very quick forward pass, in which our sending thread does its work.
 Limits are given for steps and keys; a request's is what vLLM's own path takes for one.
+
+Then the same of ours alone, over a daemon with a disk, in turns with that disk idle, as busy as two other processes can
+keep it, and idle again while those two keep as many cores busy; the limit is what it costs while all of them rest.
+Where cores are few, an engine waits for one, and only the third kind of turn tells that from what the disk costs.
 """
 
 import functools
+import multiprocessing
 import os
 import random
 import statistics
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import Synchronized
 
 os.environ["PYTHONHASHSEED"] = SEED = "0"  # before vLLM reads it
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -38,6 +45,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.report import Result, main
 from connector.messages import WorkerOutcomes
+from kvstore import admin
+from kvstore.client import StoreClient
+from kvstore.rpc.v1 import admin_pb2
 from kvstore.session import Attachment, Kind, Role, Session
 from kvstore.testing import Daemon, running_daemon
 
@@ -53,6 +63,12 @@ QUIET_TOKENS = 8  # each; a prompt of one block and this many more never fills a
 STEPS_MAX = 50
 FORWARD_S = 0.005
 WAIT_S = 60.0
+DISK_ROUNDS = 12  # of each kind, with the disk idle and busy
+DISK_BYTES = 3 << 30
+DISK_CHUNK_BYTES, DISK_BATCH, DISK_BATCHES = 2 << 20, 16, 200  # put in turns, more than the disk holds: so it writes
+DISK_QUOTA_BYTES = 256 << 20  # in memory, so that they leave the engine's chunks there
+DISK_SETTLES_S = 1.0
+RESTING, DISK_BUSY, CORES_BUSY, STOPPED = range(4)  # what the two other processes are told to do
 IDLE_US_MAX, LOOKUP_US_MAX, STORE_US_MAX = 50.0, 1.0, 10.0
 
 # What vLLM's scheduler calls, by what is asked for.
@@ -258,6 +274,7 @@ def measure() -> list[Result]:
         return _added(name, what, costs[engine], costs[theirs], limit)
 
     return [
+        *beside_a_disk(),
         added("added to a step in which nothing happens", "quiet_step", ours, IDLE_US_MAX),
         added("added per request that arrives, with a key", "request", ours, statistics.median(costs[theirs].request)),
         added("added per key looked up and found", "hit", ours, LOOKUP_US_MAX),
@@ -267,6 +284,70 @@ def measure() -> list[Result]:
         added("with admission by the model: to a step in which nothing happens", "quiet_step", deciding, IDLE_US_MAX),
         added("with admission by the model: per key looked up and found", "hit", deciding, LOOKUP_US_MAX),
     ]
+
+
+def beside_a_disk() -> list[Result]:
+    spawn = multiprocessing.get_context("spawn")
+    costs: dict[int, Costs] = {}
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
+        flags = ["--fs-dir", folder + "/fs", "--fs-bytes", str(DISK_BYTES)]
+        with running_daemon(cpu_bytes=CPU_BYTES, hash_seed=SEED, arguments=flags, verify=False) as daemon:
+            load = admin_pb2.Selection(salt="load", tier="cpu")
+            admin.set_quota(daemon.endpoint, load, DISK_QUOTA_BYTES)
+            engine = Engine(
+                WorkerOutcomes,
+                kv_connector="KVStoreConnector",
+                kv_connector_module_path="connector",
+                kv_connector_extra_config={"endpoint": daemon.endpoint, "admission": "always"},
+            )
+            told = spawn.Value("i", RESTING)
+            clients = [spawn.Process(target=_keep_busy, args=(daemon.endpoint, gets, told)) for gets in (False, True)]
+            with _worker_of(engine, daemon):
+                for client in clients:
+                    client.start()
+                for number in range(DISK_ROUNDS + 1):
+                    if number <= 1:  # the first one warmed up
+                        costs = {RESTING: Costs(), DISK_BUSY: Costs(), CORES_BUSY: Costs()}
+                    for kind in list(costs) if number % 2 else list(costs)[::-1]:
+                        told.value = kind
+                        time.sleep(DISK_SETTLES_S)
+                        one_round(engine, costs[kind], 3 * number + kind)
+                told.value = STOPPED
+                for client in clients:
+                    client.join()
+            loaded = daemon.tier("fs")["hits"]
+            engine.connector.shutdown()
+    return [
+        Result.of(f"{name}, {busy}", getattr(costs[kind], what), "us", getattr(costs[RESTING], what))
+        for kind, busy in ((DISK_BUSY, f"the disk busy ({loaded} loads)"), (CORES_BUSY, "two cores busy"))
+        for name, what in (
+            ("step in which nothing happens", "quiet_step"),
+            ("per key looked up and found", "hit"),
+            ("per key looked up and missed", "miss"),
+        )
+    ]
+
+
+def _keep_busy(endpoint: str, gets: bool, told: "Synchronized[int]") -> None:
+    """Puts, or gets of what may be on disk by now; or keeps a core busy, or rests."""
+    payload = os.urandom(DISK_CHUNK_BYTES)
+    number = 0
+    with StoreClient.attach(
+        endpoint, namespace={"model": "disk"}, chunk_bytes=DISK_CHUNK_BYTES, hash_seed=SEED
+    ) as store:
+        while (kind := told.value) != STOPPED:
+            if kind == RESTING:
+                time.sleep(0.005)
+                continue
+            if kind == CORES_BUSY:
+                zlib.crc32(payload)
+                continue
+            number = random.randrange(DISK_BATCHES) if gets else (number + 1) % DISK_BATCHES
+            keys = [f"disk-{number * DISK_BATCH + i:027}".encode() for i in range(DISK_BATCH)]
+            if gets:
+                store.get("load", keys)
+            else:
+                store.put("load", dict.fromkeys(keys, payload))
 
 
 def _added(name: str, what: str, ours: Costs, theirs: Costs, limit: float) -> Result:

@@ -463,8 +463,12 @@ class Index:
         """What the tenant's slots may take; None: no limit. Returns what they take now (0 without a limit).
 
         A commit beyond it evicts the tenant's own least recently used chunks (not the parent it names), or is answered
-        QUOTA, also where the parent it names is not there. Takes time in proportion to what may be evicted.
+        QUOTA, also where the parent it names is not there.
         """
+
+    def order_for_quotas(self, steps: int) -> bool:
+        """Looks at so many records for chunks of tenants with a new quota, so that the oldest of each goes first. True:
+        done. Until then another of the tenant's chunks may go, or a commit be refused for want of one."""
 
     def stats(self) -> dict[str, int]:
         """used_bytes granted_bytes pinned_bytes io_bytes chunks grants leases evictions unwritten_evictions ghosts
@@ -473,7 +477,13 @@ class Index:
         every place of the table; an insert can fail before. `scopes`: pairs of namespace and tenant."""
 
     def problems(self) -> list[str]:
-        """Every invariant that does not hold, a sentence each."""
+        """Every invariant that does not hold, a sentence each: both parts below."""
+
+    def problems_of_chunks(self, start: int, *, steps: int) -> tuple[list[str], int | None]:
+        """Those that concern one chunk, of so many records from `start` on; and where to go on, as in `chunks`."""
+
+    def problems_of_sums(self) -> list[str]:
+        """Those of slots, grants and leases, and of all sums, as of now. Takes up to 0.3 us a chunk."""
 
 class Replay:
     """Plays requests against an index (and a second one for the tier below): all chunks of one size, no bytes.

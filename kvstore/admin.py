@@ -274,7 +274,7 @@ def _decision_json(explained: admin_pb2.Explained) -> dict[str, object]:
 
 
 def check(endpoint: str) -> list[str]:
-    """Every invariant that does not hold, a sentence each. The daemon does nothing else meanwhile."""
+    """Every invariant that does not hold, a sentence each. The daemon does it beside its other work."""
     with _attached(endpoint) as (stub, metadata):
         reply = stub.Check(admin_pb2.CheckRequest(), metadata=metadata, timeout=LONG_TIMEOUT_S)
         return list(reply.problems)

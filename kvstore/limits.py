@@ -35,6 +35,7 @@ GRANTS_PER_GROUP_SHARE = 16  # of the arena; docs/decisions/001
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un
 REMOVAL_STEPS_PER_SLICE = 256  # of the index, a microsecond or less each; the event loop turns between slices
 LISTING_STEPS_PER_SLICE = 4_096  # places of the index looked at
+CHECKING_STEPS_PER_SLICE = 1_024
 ROWS_PER_PAGE = 128  # of an operator's list
 DOCUMENT_BYTES_PER_PAGE = 1 << 20
 PROBLEMS_SHOWN_MAX = 1_000

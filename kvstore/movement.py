@@ -51,7 +51,6 @@ TAKEN_AT_A_TIME = 64
 IDLE_MS = 60_000
 IDLE_STEPS = 4_096  # places of the index looked at in a tick, for chunks not used for so long
 FAILED_PAUSE_MS = 1_000  # with write_back, after a write that failed
-SHOWN_PER_TURN = 500  # chunks found at the start, between two turns of the loop
 
 _log = logging.getLogger(__name__)
 
@@ -127,9 +126,8 @@ class Movement:
         await self.fs.ready()
         self._warm = True
         self._write_next()
-        found = [chunk for chunk, _ in self.fs.chunks()]
-        for first in range(0, len(found), SHOWN_PER_TURN):
-            for chunk in found[first : first + SHOWN_PER_TURN]:
+        for held in self.fs.chunks():
+            for chunk, _, _ in held:
                 if self.fs.contains(chunk) and chunk not in self._promotions:
                     self._index.set_lower(*chunk, FS)
             await asyncio.sleep(0)
@@ -380,56 +378,26 @@ class Movement:
 
     # -- removal -------------------------------------------------------------------------------------------------
 
-    def covers(self, namespace: bytes | None, tenant: bytes | None) -> bool:
-        """Whether the fs tier holds any chunk of this namespace and tenant (None: any)."""
-        return any(
-            namespace in (None, its_namespace) and tenant in (None, its_tenant)
-            for its_namespace, its_tenant in self.fs.usage()
-        )
-
     def remove(
         self,
         scope: Scope,
         done: Callable[[Removed], None],
         *,
-        bytes_wanted: int | None = None,
         unused_s: float | None = None,
+        bytes_wanted: int | None = None,
         dry_run: bool = False,
     ) -> None:
-        """Forget for good what the scope covers in the fs tier, or wait there to be written; with `unused_s` only what
-        was not used for so long, with `bytes_wanted` only the least recently used of it until so much is free. `done`
-        when it lasts, or at once when `dry_run`."""
-        if bytes_wanted is not None or unused_s is not None:
-            chosen = self._oldest(scope, bytes_wanted, unused_s)
-            scope = Scope(chunks=frozenset(chosen))
-            sizes = list(chosen.values())
-        elif dry_run:
-            sizes = [slot_bytes for chunk, slot_bytes in self.fs.chunks() if scope.covers(chunk)]
-        else:
+        """Forget for good what the scope covers in the fs tier, or waits there to be written; see `FsTier.remove`."""
+        if unused_s is None and bytes_wanted is None and not dry_run:
             for chunk in [chunk for chunk in self._waiting if scope.covers(chunk)]:
                 del self._waiting[chunk]
             self._write_next()
-        if dry_run:
-            done(Removed(len(sizes), sum(sizes)))
-            return
 
         def counted(removed: Removed) -> None:
-            self.removals += removed.chunks
+            self.removals += 0 if dry_run else removed.chunks
             done(removed)
 
-        self.fs.remove(scope, counted)
-
-    def _oldest(self, scope: Scope, bytes_wanted: int | None, unused_s: float | None) -> dict[ChunkId, int]:
-        """Bytes of slots by chunk."""
-        chosen: dict[ChunkId, int] = {}
-        free = 0
-        for chunk, slot_bytes, idle_s in self.fs.ages(scope.tenant):
-            if (bytes_wanted is not None and free >= bytes_wanted) or (unused_s is not None and idle_s < unused_s):
-                break
-            if scope.covers(chunk):
-                chosen[chunk] = slot_bytes
-                free += slot_bytes
-        return chosen
+        self.fs.remove(scope, counted, unused_s=unused_s, bytes_wanted=bytes_wanted, dry_run=dry_run)
 
     # -- what the table shows ------------------------------------------------------------------------------------
 

@@ -118,6 +118,10 @@ class Operations:
                 removals.append(admin_pb2.RemoveRequest(what=what, bytes=excess))
         return removals
 
+    def order_for_quotas(self) -> bool:
+        """One slice of what a first quota of a tenant needs; True when it is done."""
+        return self._index.order_for_quotas(limits.LISTING_STEPS_PER_SLICE)
+
     def quota_pages(self, what: admin_pb2.Selection) -> Iterator[admin_pb2.QuotasPage]:
         """NotFound, ProtocolError."""
         _, tenant = self._named(what)
@@ -129,6 +133,11 @@ class Operations:
             yield page
 
     # -- checks --------------------------------------------------------------------------------------------------
+
+    def check(self) -> Iterator[list[str]]:
+        """Every invariant that does not hold, a sentence each. What the answer means when chunks come and go meanwhile
+        is said there."""
+        return self._store.check()
 
     def chunks_on_disk(self) -> int:
         return 0 if self._movement is None else self._movement.fs.stats().chunks
@@ -157,7 +166,7 @@ class Operations:
         self._require_known(namespace, tenant)
         if (movement := self._lower(what)) is not None:
             page = admin_pb2.UsagePage()
-            for (its_namespace, its_tenant), (chunks, nbytes) in movement.fs.usage().items():
+            for its_namespace, its_tenant, chunks, nbytes in movement.fs.usage():
                 if namespace not in (None, its_namespace) or tenant not in (None, its_tenant):
                     continue
                 page.usage.add(
@@ -191,7 +200,8 @@ class Operations:
             after = rows[-1][:2]
 
     def chunks(self, what: admin_pb2.Selection, limit: int, now_ms: int) -> Iterator[admin_pb2.ChunksPage]:
-        """At most `limit`, in no order. NotFound."""
+        """At most `limit`, in no order: what is there all the while and what comes or goes meanwhile, see
+        `Catalog.walk`. NotFound."""
         namespace, tenant = self._named(what)
         self._require_known(namespace, tenant)
         if (movement := self._lower(what)) is not None:
@@ -224,13 +234,12 @@ class Operations:
     def _lower_chunks(
         self, movement: Movement, namespace: bytes | None, tenant: bytes | None, limit: int
     ) -> Iterator[admin_pb2.ChunksPage]:
-        """A list of the tier's chunks is made at once, for no call of the tier may come between."""
         scope = Scope(namespace, tenant)
-        found = (row for row in movement.fs.ages(tenant) if scope.covers(row[0]))
-        listed = list(itertools.islice(found, limit))
-        for first in range(0, len(listed), limits.ROWS_PER_PAGE):
+        for held in movement.fs.chunks():
+            if limit <= 0:
+                return
             page = admin_pb2.ChunksPage()
-            for chunk, nbytes, idle_s in listed[first : first + limits.ROWS_PER_PAGE]:
+            for chunk, nbytes, idle_s in itertools.islice((row for row in held if scope.covers(row.chunk)), limit):
                 page.chunks.add(
                     namespace_id=chunk.namespace,
                     tenant_id=chunk.tenant,
@@ -239,6 +248,7 @@ class Operations:
                     bytes=nbytes,
                     idle_s=idle_s,
                 )
+            limit -= len(page.chunks)
             yield page
 
     # -- removals ------------------------------------------------------------------------------------------------
@@ -320,11 +330,11 @@ class Operations:
         if namespace is not None and not (
             self._store.document(namespace)
             or self._index.holds(namespace=namespace)
-            or (movement is not None and movement.covers(namespace, None))
+            or (movement is not None and movement.fs.holds(namespace, None))
         ):
             raise NotFound(f"no namespace {namespace.hex()} here; `kvstore ls namespaces` shows those that are")
         if tenant is not None and not (
-            self._index.holds(tenant=tenant) or (movement is not None and movement.covers(None, tenant))
+            self._index.holds(tenant=tenant) or (movement is not None and movement.fs.holds(None, tenant))
         ):
             raise NotFound(f"tenant {tenant.hex()} has no chunk here; `kvstore ls tenants` shows those that have")
 
@@ -349,8 +359,8 @@ class Operations:
     def _fates(self, key: bytes, now_ms: int) -> list[admin_pb2.KeyFate]:
         places = [row[:2] for row in self._index.usage(None, limit=limits.ROWS_PER_PAGE)]
         if self._movement is not None:
-            places += [place for place in self._movement.fs.usage() if place not in places]
-        return self._store.explanations.of_key(key, places, self._tier_of, now_ms)
+            places += [row[:2] for row in self._movement.fs.usage()]
+        return self._store.explanations.of_key(key, list(dict.fromkeys(places)), self._tier_of, now_ms)
 
     def _tier_of(self, namespace: bytes, tenant: bytes, key: bytes) -> str:
         if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:

@@ -132,7 +132,7 @@ def _raise_descriptor_limit() -> None:
 
 def _keep_pauses_short() -> None:
     """Of the event loop's thread, by the interpreter: a thread that runs Python keeps the lock from others for so long,
-    and the collector looks at every object there is while everybody waits. The tiers' catalogs have no cycles."""
+    and the collector looks at every object there is while everybody waits. The catalogs leave no cycles behind."""
     sys.setswitchinterval(THREAD_SWITCH_S)
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, OLD_COLLECTIONS_APART)

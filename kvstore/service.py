@@ -145,7 +145,7 @@ class Chunks(store_pb2_grpc.ChunksServicer):  # type: ignore[misc]
 
 
 class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
-    """Long answers are made in slices, each a millisecond at the most (`Check` apart); other calls run in between.
+    """Long answers are made in slices, each a millisecond at the most (but see `Store.check`); others run in between.
 
     `keep_quotas` and `drop_namespace` write to disk, where there is a tier for it.
     """
@@ -230,6 +230,8 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         reply = admin_pb2.RemoveReply()
         for removal in await _answer(context, lambda: self._operations.set_quota(request)):
             reply.by_tier.extend((await self._remove(session, removal, context)).by_tier)
+        while not self._operations.order_for_quotas():
+            await asyncio.sleep(0)
         try:
             await self._keep_quotas()
         except (OSError, LimitExceeded) as error:
@@ -280,7 +282,11 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
 
     async def Check(self, _: admin_pb2.CheckRequest, context: grpc.aio.ServicerContext) -> admin_pb2.CheckReply:
         await self._require_operator(context)
-        problems = await _answer(context, self._store.problems)
+        slices = self._operations.check()
+        problems: list[str] = []
+        while (found := await _answer(context, lambda: next(slices, None))) is not None:
+            problems += found
+            await asyncio.sleep(0)
         shown = problems[:PROBLEMS_SHOWN_MAX]
         if len(shown) < len(problems):
             shown.append(f"and {len(problems) - len(shown)} more")

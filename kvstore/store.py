@@ -445,13 +445,27 @@ class Store:
         self._index.heartbeat()
 
     def problems(self) -> list[str]:
-        """Every invariant that does not hold, a sentence each. Costs time in proportion to the table."""
-        problems = list(self._index.problems())
+        """Every invariant that does not hold, a sentence each. Takes time in proportion to the chunks: see `check`."""
+        return [problem for found in self.check() for problem in found]
+
+    def check(self) -> Iterator[list[str]]:
+        """`problems` in slices; anything may be called in between. What concerns one chunk, slot or group is of the
+        moment at which it was looked at, each sum of the moment at which it was compared. A chunk that comes meanwhile
+        may not be looked at. One slice is longer, up to 0.3 us for each chunk of the cpu tier: its sums."""
+        start: int | None = 0
+        while start is not None:
+            found, start = self._index.problems_of_chunks(start, steps=limits.CHECKING_STEPS_PER_SLICE)
+            yield found
+        yield self._problems_of_sums()
+        if self._movement is not None:
+            yield from self._movement.fs.check()
+
+    def _problems_of_sums(self) -> list[str]:
+        problems = self._index.problems_of_sums()
         granted = sum(grant.kind.slot_bytes for group in self._groups.values() for grant in group.granted.values())
         index_granted = self._index.stats()["granted_bytes"]
         if self._movement is not None:
             index_granted -= self._movement.promoting_bytes
-            problems += self._movement.fs.problems()
         if not granted == self._granted_bytes == index_granted:
             problems.append(
                 f"groups hold {granted} granted bytes, the store counts {self._granted_bytes}, "

@@ -884,6 +884,17 @@ NB_MODULE(_native, m) {
             },
             "tenant"_a, "nbytes"_a.none())
         .def("stats", &PyIndex::stats)
+        .def(
+            "order_for_quotas", [](PyIndex& self, std::size_t steps) { return self.index.order_for_quotas(steps); },
+            "steps"_a)
+        .def(
+            "problems_of_chunks",
+            [](const PyIndex& self, std::uint32_t next, std::size_t steps) {
+                nb::object found = nb::cast(self.index.problems_of_chunks(next, steps));
+                return nb::make_tuple(found, next == NO_RECORD ? nb::object(nb::none()) : nb::object(nb::int_(next)));
+            },
+            "start"_a, nb::kw_only(), "steps"_a)
+        .def("problems_of_sums", [](const PyIndex& self) { return self.index.problems_of_sums(); })
         .def("problems", [](const PyIndex& self) { return self.index.problems(); });
 
     nb::class_<PyReplay>(m, "Replay")

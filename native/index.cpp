@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
@@ -789,9 +790,10 @@ void Index::choose(Removal& removal) const {
 bool Index::forget(Removal& removal, std::uint32_t number, std::size_t& steps) {
     const Record& record = records_[number];
     if (!removal.dry_run) {
-        for (; record.first_child != NO_RECORD; --steps) {
-            if (steps == 0) return false;
+        while (record.first_child != NO_RECORD) {
             orphan(record.first_child);
+            if (steps == 0) return false;  // after one child at least, or a call of one step would never get on
+            --steps;
         }
     }
     ++removal.chunks;
@@ -827,7 +829,7 @@ std::vector<std::pair<const char*, std::uint64_t>> Index::stats() const {
     };
 }
 
-std::vector<std::string> Index::problems() const {
+std::vector<std::string> Index::problems_of_sums() const {
     std::vector<std::string> problems = table_.problems();
     const auto add = [&problems](std::string problem) { problems.push_back(std::move(problem)); };
     const auto expect = [&add](const char* what, std::uint64_t counted, std::uint64_t says) {
@@ -845,21 +847,21 @@ std::vector<std::string> Index::problems() const {
         for (std::size_t place = 0; place < slab->slots.size(); ++place) {
             const Slot& slot = slab->slots[place];
             const std::uint32_t number = slabs_.number(*slab, place);
-            const std::string name = "slot " + std::to_string(number);
             if (slot.holder == Slot::Holder::GROUP) {
                 ++grants;
                 ++slab_grants;
                 granted += slab->class_bytes;
                 const auto group = groups_.find(slot.owner);
                 if (group == groups_.end() || !group->second.grants.contains(number)) {
-                    add(name + " is granted to a group that does not know it");
+                    add("slot " + std::to_string(number) + " is granted to a group that does not know it");
                 }
             } else if (slot.holder == Slot::Holder::CHUNK) {
                 ++chunks;
                 used += slab->class_bytes;
-                const bool known = slot.owner < records_.size() && records_[slot.owner].live;
-                if (!known || records_[slot.owner].at.slot != number) add(name + " holds a chunk that lies elsewhere");
-                if (!known) continue;
+                if (slot.owner >= records_.size() || !records_[slot.owner].live) {
+                    add("slot " + std::to_string(number) + " holds a chunk that is not there");
+                    continue;
+                }
                 newest = std::max(newest, records_[slot.owner].tick);
                 slab_held += is_held(records_[slot.owner]) ? 1 : 0;
             }
@@ -902,46 +904,26 @@ std::vector<std::string> Index::problems() const {
             if (leaves.residents(c) > 0) residents[{class_bytes, c}] = leaves.residents(c);
         }
     }
-    std::vector<std::uint32_t> children(records_.size(), 0);
     std::map<std::uint32_t, Usage> usage;  // by scope
-    std::uint64_t live = 0, pinned = 0, io = 0;
+    std::uint64_t live = 0, pinned = 0, io = 0, chunks_leases = 0;
     for (std::uint32_t number = 0; number < records_.size(); ++number) {
         const Record& record = records_[number];
         if (!record.live) continue;
         ++live;
         ++usage[record.scope].chunks;
         usage[record.scope].bytes += class_bytes(record.at.slot);
-        const std::string name = "the chunk in slot " + std::to_string(record.at.slot);
-        if (table_.find(record.digest) != number) add(name + " is not what the table finds by its digest");
-        if (table_.generation(record.at.slot) != record.at.generation)
-            add(name + " has another generation than its slot");
-        const auto leased = leases_of.find(record.at.slot);
-        expect((name + " leases").c_str(), leased == leases_of.end() ? 0 : leased->second, record.leases);
+        chunks_leases += record.leases;
         if (record.leases > 0) pinned += class_bytes(record.at.slot);
         if (record.io > 0) io += class_bytes(record.at.slot);
-        if (is_evictable(record)) {
-            ++evictable;
-            const Leaf leaf{record.tick, number};
-            if (!record.place.listed() || *record.place.at != leaf) add(name + " can not be evicted");
-        }
+        if (is_evictable(record)) ++evictable;
         --residents[{class_bytes(record.at.slot), use_class(record)}];
-        std::uint32_t siblings = 0;
-        for (std::uint32_t child = record.first_child; child != NO_RECORD; child = records_[child].next_sibling) {
-            if (++siblings > record.children || records_[child].parent != number) break;
-        }
-        expect((name + ", children in its list").c_str(), siblings, record.children);
-        if (record.parent == NO_RECORD) continue;
-        if (record.orphan) add(name + " is an orphan with a parent");
-        const Record& parent = records_[record.parent];
-        ++children[record.parent];
-        if (!parent.live || parent.scope != record.scope) {
-            add(name + " has a parent that is gone or somebody else's");
-        }
     }
-    for (std::uint32_t number = 0; number < records_.size(); ++number) {
-        if (records_[number].live && records_[number].children != children[number]) {
-            add("the chunk in slot " + std::to_string(records_[number].at.slot) + " counts its children wrongly");
-        }
+    expect("chunks' leases", chunks_leases, lease_count_);
+    for (const auto& [slot, count] : leases_of) {
+        const Slot* held = const_cast<Slabs&>(slabs_).find(slot);
+        const bool is_chunk = held != nullptr && held->holder == Slot::Holder::CHUNK && held->owner < records_.size();
+        expect(("the leases of slot " + std::to_string(slot)).c_str(), count,
+               is_chunk ? records_[held->owner].leases : 0);
     }
     expect("chunks that may be evicted", evictable, listed);
     for (const auto& [of, count] : residents) expect("chunks of a use class, less those counted", 0, count);
@@ -961,6 +943,51 @@ std::vector<std::string> Index::problems() const {
     expect("io_bytes", io, io_bytes_);
     if (pinned_bytes_ > arena_bytes_ / 2) add("more than half of the arena is leased");
     if (used_bytes_ + granted_bytes_ > arena_bytes_) add("more is used and granted than the arena has");
+    return problems;
+}
+
+std::vector<std::string> Index::problems_of_chunks(std::uint32_t& next, std::size_t steps) const {
+    std::vector<std::string> problems;
+    for (; next < records_.size() && steps > 0; ++next, --steps) {
+        const std::uint32_t number = next;
+        const Record& record = records_[number];
+        if (!record.live) continue;
+        const auto add = [&](const char* what) {
+            problems.push_back("the chunk in slot " + std::to_string(record.at.slot) + ' ' + what);
+        };
+        const Slot* slot = const_cast<Slabs&>(slabs_).find(record.at.slot);
+        if (slot == nullptr || slot->holder != Slot::Holder::CHUNK || slot->owner != number) {
+            add("does not hold that slot");
+            continue;
+        }
+        if (table_.find(record.digest) != number) add("is not what the table finds by its digest");
+        if (table_.generation(record.at.slot) != record.at.generation) add("has another generation than its slot");
+        if (is_evictable(record)) {
+            const Leaf leaf{record.tick, number};
+            if (!record.place.listed() || *record.place.at != leaf) add("can not be evicted");
+        }
+        std::uint32_t siblings = 0;
+        for (std::uint32_t child = record.first_child; child != NO_RECORD; child = records_[child].next_sibling) {
+            if (++siblings > record.children || records_[child].parent != number) break;
+        }
+        if (siblings != record.children) add("counts its children wrongly");
+        if (record.parent == NO_RECORD) continue;
+        if (record.orphan) add("is an orphan with a parent");
+        const Record& parent = records_[record.parent];
+        if (!parent.live || parent.scope != record.scope) add("has a parent that is gone or somebody else's");
+        const std::uint32_t before = record.previous_sibling;
+        if ((before == NO_RECORD ? parent.first_child : records_[before].next_sibling) != number) {
+            add("is not among its parent's children");
+        }
+    }
+    if (next >= records_.size()) next = NO_RECORD;
+    return problems;
+}
+
+std::vector<std::string> Index::problems() const {
+    std::uint32_t next = 0;
+    std::vector<std::string> problems = problems_of_chunks(next, records_.size());
+    std::ranges::move(problems_of_sums(), std::back_inserter(problems));
     return problems;
 }
 

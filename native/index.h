@@ -174,6 +174,9 @@ class Index {
     // the excess. A commit over the quota evicts the tenant's own least recently used chunks, or is refused.
     // Returns what they take now.
     std::uint64_t set_quota(const Id& tenant, std::optional<std::uint64_t> nbytes);
+    // A tenant's order of eviction begins with its first quota: looks for its chunks at `steps` records. False: there
+    // are more to look at. Until then a commit over the quota may evict another chunk than the oldest, or be refused.
+    bool order_for_quotas(std::size_t steps);
 
     // Head first. One request is one use of each chunk: those `again` at the head it has used before, which makes them
     // young but does not count. A key that is not here, and that the request will not store, counts all the same.
@@ -196,6 +199,11 @@ class Index {
                                   std::size_t limit) const;
 
     std::vector<std::pair<const char*, std::uint64_t>> stats() const;
+    // Every invariant that does not hold, all at once or in two parts. What concerns one chunk, of those of `steps`
+    // records from `next` on, which becomes the record to go on from, or NO_RECORD at the end:
+    std::vector<std::string> problems_of_chunks(std::uint32_t& next, std::size_t steps) const;
+    // And all the rest, sums above all, as of one moment: up to 0.3 us a chunk.
+    std::vector<std::string> problems_of_sums() const;
     std::vector<std::string> problems() const;
 
   private:
@@ -232,6 +240,8 @@ class Index {
         std::uint64_t nbytes = 0;
         std::uint64_t used = 0;
         std::set<OwnLeaf> leaves;
+        std::uint32_t unseen = 0;  // the first record that `leaves` may lack, if it was listed before the quota; or the
+                                   // end
     };
     struct Lease {
         std::uint64_t generation;

@@ -20,13 +20,22 @@ std::uint64_t Index::set_quota(const Id& tenant, std::optional<std::uint64_t> nb
     for (const auto& [scope, number] : scopes_.numbers()) {
         if (scope.tenant == tenant) quota.used += scopes_[number].bytes;
     }
-    if (quota.used == 0) return 0;
-    for (std::uint32_t number = 0; number < records_.size(); ++number) {
-        const Record& record = records_[number];
-        if (record.place.listed() && scopes_[record.scope].scope.tenant == tenant)
-            quota.leaves.insert(own_leaf(number));
-    }
+    // What is listed from here on is entered by `list`.
+    quota.unseen = quota.used == 0 ? NO_RECORD : 0;
     return quota.used;
+}
+
+bool Index::order_for_quotas(std::size_t steps) {
+    for (auto& [tenant, quota] : quotas_) {
+        for (; quota.unseen < records_.size(); ++quota.unseen, --steps) {
+            if (steps == 0) return false;
+            const Record& record = records_[quota.unseen];
+            if (record.place.listed() && scopes_[record.scope].scope.tenant == tenant)
+                quota.leaves.insert(own_leaf(quota.unseen));
+        }
+        quota.unseen = NO_RECORD;
+    }
+    return true;
 }
 
 Index::Quota* Index::quota_of(const Id& tenant) {
@@ -57,13 +66,14 @@ void Index::quota_problems(std::vector<std::string>& problems) const {
             const Record& record = records_[number];
             if (!record.live || scopes_[record.scope].scope.tenant != tenant) continue;
             used += class_bytes(record.at.slot);
-            if (!is_evictable(record)) continue;
+            if (!is_evictable(record) || number >= quota.unseen) continue;
             ++evictable;
             if (!quota.leaves.contains(own_leaf(number)))
                 problems.push_back("a chunk is not among its tenant's victims");
         }
         if (used != quota.used) problems.push_back("a tenant's quota counts bytes wrongly");
-        if (evictable != quota.leaves.size()) problems.push_back("a tenant's quota has victims that are none");
+        if (quota.unseen == NO_RECORD && evictable != quota.leaves.size())
+            problems.push_back("a tenant's quota has victims that are none");
     }
 }
 

@@ -44,6 +44,10 @@ class FsBench(Bench):
     def entry(self, chunk: ChunkId) -> Entry:
         return self.tier._catalog.entries[chunk]
 
+    def held(self) -> list[ChunkId]:
+        """Every chunk, least recently used first."""
+        return [entry.chunk for entry in sorted(self.tier._catalog.entries.values(), key=lambda entry: entry.tick)]
+
     def offset(self, chunk: ChunkId) -> tuple[int, int]:
         """Descriptor and offset of the chunk's header."""
         slab, slot = self.entry(chunk).place
@@ -70,11 +74,13 @@ async def fs_bench(
     close_clean: bool = True,
     wait_ready: bool = True,
     clock: Callable[[], float] | None = None,
+    wall_clock_us: Callable[[], int] | None = None,
 ) -> AsyncIterator[FsBench]:
     """A tier that is ready; at the end it is closed, and was in order at every look."""
     directory = FsDirectory.open(path, probe=probe, step=step)
     memories = Memories(places, chunk_bytes)
-    more = {} if clock is None else {"clock": clock}
+    clocks = {"clock": clock, "wall_clock_us": wall_clock_us}
+    more = {name: given for name, given in clocks.items() if given is not None}
     tier = FsTier(directory, opts or options(), regions=[memories.region], step=step, **more)  # type: ignore[arg-type]
     tier.start()
     slots = (opts or options()).fs_bytes // (chunk_bytes + BLOCK_BYTES) + 1

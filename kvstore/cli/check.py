@@ -22,8 +22,8 @@ def check(
     endpoint: Endpoint = None,
     json: Json = False,
 ) -> None:
-    """Look for anything that must never be, and exit with 1 if there is something. The daemon pauses for the first
-    part, and serves while it reads the disk."""
+    """Look for anything that must never be, and exit with 1 if there is something. The daemon serves meanwhile; what
+    comes while it looks may not be looked at."""
     with reported(endpoint, as_json=json) as where:
         if bytes_per_s is not None and not data:
             raise ConfigurationError("--bytes-per-s is for --data, which is not given")

@@ -43,7 +43,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvstore._native import IoPool
 from kvstore.tiers.base import (
@@ -58,6 +58,7 @@ from kvstore.tiers.base import (
     WriteOutcome,
 )
 from kvstore.tiers.fs_catalog import Catalog, Slab, small_files_bytes_for
+from kvstore.tiers.fs_check import Check
 from kvstore.tiers.fs_directory import FsDirectory, Step, no_step
 from kvstore.tiers.fs_journal import Journal
 from kvstore.tiers.fs_paths import STATE
@@ -73,8 +74,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+CHUNKS_PER_SLICE = 250  # slots of a list of all chunks; a lister makes a row of each chunk
 TICK_S = 1.0
 TICKS_BETWEEN_FOREIGN = 30  # adding up other people's files costs a stat each
+
+
+class Held(NamedTuple):
+    chunk: ChunkId
+    slot_bytes: int
+    idle_s: float  # since its last use
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +181,7 @@ class FsTier:
         self._recovery_error = None
         self._catalog = result.catalog
         self._catalog.on_change = self.on_change
-        for tenant, nbytes in self._quotas.items():
-            self._catalog.set_quota(tenant, nbytes)
+        used = {tenant: self._catalog.set_quota(tenant, nbytes) for tenant, nbytes in self._quotas.items()}
         self._journal = Journal(result, self._directory, self._worker, self._options.commit_interval_s, self._step)
         self._opening = result.opening
         serving = Serving(
@@ -215,6 +222,7 @@ class FsTier:
         waiting, self._when_ready = self._when_ready, []
         for call in waiting:
             call()
+        self._keep_to_quotas([tenant for tenant, nbytes in used.items() if nbytes > self._quotas[tenant]])
         if self._options.scrub_bytes_per_s is not None:
             self._scrub_task = self._loop.create_task(
                 self._scrub.run_for_ever(self._catalog, self._options.scrub_bytes_per_s)
@@ -297,19 +305,24 @@ class FsTier:
     def contains(self, chunk: ChunkId) -> bool:
         return self._ready.is_set() and self._removals.find(chunk) is not None
 
-    def chunks(self) -> Iterator[tuple[ChunkId, int]]:
-        """Every chunk and its slot's bytes, oldest first. No call of the tier may come between."""
-        return ((entry.chunk, entry.slot_bytes) for entry in self._catalog.oldest_first())
-
-    def ages(self, tenant: bytes | None = None) -> Iterator[tuple[ChunkId, int, float]]:
-        """As `chunks`, with the seconds since the last use. `tenant`: of one alone, without a look at the others."""
+    def chunks(self) -> Iterator[list[Held]]:
+        """Every chunk, in no order, a slice at a time; the tier may be called between slices (see `Catalog.walk`). A
+        chunk that a removal has yet to get to is among them."""
         catalog = self._catalog
-        entries = catalog.oldest_first() if tenant is None else catalog.oldest_first_of(tenant)
-        return ((entry.chunk, entry.slot_bytes, catalog.idle_s(entry)) for entry in entries)
+        for entries in catalog.walk(CHUNKS_PER_SLICE):
+            yield [Held(entry.chunk, entry.slot_bytes, catalog.idle_s(entry)) for entry in entries]
 
-    def usage(self) -> dict[tuple[bytes, bytes], tuple[int, int]]:
-        """Chunks and bytes of slots by namespace and tenant."""
-        return {owner: (usage.chunks, usage.nbytes) for owner, usage in self._catalog.usage.items()}
+    def usage(self) -> Iterator[tuple[bytes, bytes, int, int]]:
+        """Namespace and tenant, their chunks and bytes of slots. The tier may be called meanwhile: whoever has gone by
+        his turn is left out."""
+        known = self._catalog.usage
+        for owner in list(known):
+            if (usage := known.get(owner)) is not None:
+                yield *owner, usage.chunks, usage.nbytes
+
+    def holds(self, namespace: bytes | None, tenant: bytes | None) -> bool:
+        """Whether any chunk is of this namespace and tenant (None: any)."""
+        return any(namespace in (None, owner[0]) and tenant in (None, owner[1]) for owner in self._catalog.usage)
 
     @property
     def sick(self) -> str | None:
@@ -348,9 +361,13 @@ class FsTier:
         )
 
     def problems(self) -> Iterator[str]:
+        return itertools.chain.from_iterable(self.check())
+
+    def check(self) -> Iterator[list[str]]:
+        """`problems` in slices, for each what was found in it; the tier may be called in between (see `Check`)."""
         if self._ready.is_set():
-            yield from self._catalog.problems()
-            yield from self._writes.problems()
+            yield [*self._reads.problems(), *self._writes.problems()]
+            yield from Check(self._catalog).slices()
 
     # Chunks
 
@@ -374,13 +391,29 @@ class FsTier:
         if self._ready.is_set():
             self._reads.touch(chunks)
 
-    def remove(self, scope: Scope, done: Callable[[Removed], None]) -> None:
-        if self._closing:
+    def remove(
+        self,
+        scope: Scope,
+        done: Callable[[Removed], None],
+        *,
+        unused_s: float | None = None,
+        bytes_wanted: int | None = None,
+        dry_run: bool = False,
+    ) -> None:
+        """See `Tier.remove`. `unused_s`: only what was not used for so long when this is called, nor is until its turn
+        comes; `bytes_wanted`: of that only the least recently used, until so much is free, or less where some of it was
+        used or had gone by its turn. `dry_run`: counts, and removes nothing. Until the tier is warm all of it waits."""
+        if not self._ready.is_set() and not self._closing:
+            again = partial(self.remove, scope, done, unused_s=unused_s, bytes_wanted=bytes_wanted, dry_run=dry_run)
+            self._when_ready.append(again)
+        elif self._closing:
             self._loop.call_soon(done, Removed(0, 0, "the tier is closing"))
-        elif self._ready.is_set():
-            self._writes.doom(scope, self._removals.begin(scope, done))
+        elif dry_run:
+            self._removals.count(scope, done, unused_s=unused_s, bytes_wanted=bytes_wanted)
+        elif unused_s is not None or bytes_wanted is not None:
+            self._removals.begin_of_oldest(scope, done, unused_s=unused_s, bytes_wanted=bytes_wanted)
         else:
-            self._when_ready.append(lambda: self.remove(scope, done))
+            self._writes.doom(scope, self._removals.begin(scope, done))
 
     def _removal_ended(self) -> None:
         self._writes.pump_all()
@@ -395,13 +428,22 @@ class FsTier:
         """What the tenant's slots may take here; None: no limit. Returns what they take now (0 without a limit).
 
         A write beyond it evicts the tenant's own least recently used chunks, or is refused as FULL. What is there
-        already stays: the caller removes it.
+        already stays: the caller removes it. While the tier warms nobody knows what is there, and it does that itself
+        as soon as it is warm.
         """
         if nbytes is None:
             self._quotas.pop(tenant, None)
         else:
             self._quotas[tenant] = nbytes
         return self._catalog.set_quota(tenant, nbytes)
+
+    def _keep_to_quotas(self, tenants: list[bytes]) -> None:
+        """A bounded number of evictions a turn. What is being read then is left to the tenant's next write."""
+        if tenants and not self._closing:
+            evicted = self._writes.evict_beyond_quota(tenants[-1])
+            if not evicted:
+                tenants.pop()
+            self._loop.call_soon(self._keep_to_quotas, tenants)
 
     # Now and then
 

@@ -8,7 +8,9 @@ Every slot of a slab is in exactly one state:
     free -> taken -> held -> taken -> free      taken: being written, or evicted and not yet forgotten by the index
                        \\-> taken -> quarantined
 
-Invariants, checked by `problems`:
+Every walk over all chunks goes a slice at a time (`walk`), for the event loop must turn in between.
+
+Invariants, checked by `fs_check`:
 * free + taken + held + quarantined == slot count, in every slab.
 * A chunk is held at most once, and lies in the slots' class that its length asks for.
 * A slot with a reader is never taken: it is neither evicted nor rewritten.
@@ -16,24 +18,23 @@ Invariants, checked by `problems`:
   have grown.
 * A slot that is not held may still bear a valid header only of the chunks that `ghosts` names for it.
 
-Memory: about 500 bytes for each chunk held.
+Memory: about 350 bytes for each chunk held.
 """
 
-import heapq
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 from kvstore.tiers.base import ChunkId
-from kvstore.tiers.fs_format import BLOCK_BYTES, SLOTS_PER_SLAB_MAX, SlabHeader, slab_file_bytes, slot_bytes_for
+from kvstore.tiers.fs_format import BLOCK_BYTES, SLOTS_PER_SLAB_MAX, SlabHeader, slab_file_bytes
 
 TICKS_ARE_TIMES_FROM = 1_500_000_000_000_000  # a time in 2017; what a rebuild takes from headers is less by far
 SLABS_PER_TIER = 64  # of the usual size; so many that taking one from a class hurts little, so few that they are cheap
 SLAB_BYTES_MAX = 8 << 30
 SMALL_FILES_BYTES_MIN = 256 << 10
 SMALL_FILES_BYTES_MAX = 8 << 20
+SLOTS_PER_SLICE = 500  # of a walk: a twentieth of a millisecond, to which comes what is done with each chunk
 
 _INDEX_BASE_BYTES = 256 << 10
 _INDEX_BYTES_PER_SLOT = 384  # a record of at most 160 bytes, pages two thirds full, and the pages above them
@@ -65,24 +66,45 @@ def _round_up(nbytes: int) -> int:
 
 
 @dataclass(eq=False, slots=True, repr=False)
+class Link:
+    """A place in two orders of use: `older` and `newer` of a class's chunks, the others of a tenant's. Both are rings
+    that an end closes, a link without a chunk. Unlike an ordered dict they cost four references a chunk, and one can
+    look at a chunk's neighbours without going there from an end."""
+
+    older: "Link" = field(init=False, repr=False)
+    newer: "Link" = field(init=False, repr=False)
+    older_of_tenant: "Link" = field(init=False, repr=False)
+    newer_of_tenant: "Link" = field(init=False, repr=False)
+
+
+def _end() -> Link:
+    end = Link()
+    end.older = end.newer = end.older_of_tenant = end.newer_of_tenant = end
+    return end
+
+
+@dataclass(eq=False, slots=True, repr=False)
 class SizeClass:
-    """All slabs whose slots have one size. `lru`: oldest first. `free`: first in, first out."""
+    """All slabs whose slots have one size. `end`: of the order of their chunks."""
 
     slot_bytes: int
     slabs: list["Slab"] = field(default_factory=list)
-    lru: OrderedDict[ChunkId, "Entry"] = field(default_factory=OrderedDict)
-    free: deque["Place"] = field(default_factory=deque)
+    end: Link = field(default_factory=_end)
+    with_free: dict["Slab", None] = field(default_factory=dict)  # slabs that have free slots, used ones
     fresh: deque["Slab"] = field(default_factory=deque)  # with slots that were never used; those go first
 
 
 @dataclass(eq=False, slots=True, repr=False)
 class Slab:
+    """`free`: first in, first out."""
+
     number: int
     fd: int
     epoch: int
     size_class: SizeClass
     slot_count: int
     held: dict[int, "Entry"] = field(default_factory=dict)
+    free: OrderedDict[int, None] = field(default_factory=OrderedDict)
     quarantined: set[int] = field(default_factory=set)
     ghosts: dict[int, frozenset[ChunkId]] = field(default_factory=dict)
     taken: int = 0
@@ -114,7 +136,7 @@ class Place(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class Entry(Link):
     """A chunk that is held. `proven`: its bytes were seen whole, when written or read; a rebuild proves none."""
 
     chunk: ChunkId
@@ -161,12 +183,15 @@ class Usage:
 
 
 @dataclass(slots=True)
-class _Tenant:
-    """`lru`: its chunks, oldest first; kept for every tenant, so that a first quota has nothing to look for."""
+class Tenant:
+    """`end`: of the order of its chunks; kept for every tenant, so that a first quota has nothing to look for."""
 
     quota_bytes: int | None = None
     used_bytes: int = 0
-    lru: OrderedDict[ChunkId, Entry] = field(default_factory=OrderedDict)
+    end: Link = field(default_factory=_end)
+
+
+Watcher = Callable[[Entry, bool], None]  # held (True) or forgotten
 
 
 class Catalog:
@@ -189,7 +214,8 @@ class Catalog:
         self.entries: dict[ChunkId, Entry] = {}
         self.on_change: Callable[[ChunkId, bool], None] | None = None  # held (True) or forgotten
         self.usage: dict[tuple[bytes, bytes], Usage] = {}  # by namespace and tenant
-        self._tenants: dict[bytes, _Tenant] = {}  # that have chunks or a quota
+        self.watchers: list[Watcher] = []  # walks that are told of what comes and goes meanwhile
+        self.tenants: dict[bytes, Tenant] = {}  # that have chunks or a quota
         self.tick = 0
         self.reserved_bytes = 0  # of slabs being made or removed
         self.barred_numbers: set[int] = set()  # of slabs being made, or whose file could not be removed
@@ -267,7 +293,8 @@ class Catalog:
             self.forget(entry)
         slab.taken = 0
         size_class = slab.size_class
-        size_class.free = deque(place for place in size_class.free if place.slab is not slab)
+        size_class.with_free.pop(slab, None)
+        slab.free.clear()
         if slab in size_class.fresh:
             size_class.fresh.remove(slab)
         size_class.slabs.remove(slab)
@@ -294,30 +321,37 @@ class Catalog:
             slab.fresh_from += 1
             if slab.fresh_from == slab.slot_count:
                 size_class.fresh.popleft()
-        elif size_class.free:
-            place = size_class.free.popleft()
+        elif size_class.with_free:
+            slab = next(iter(size_class.with_free))
+            place = Place(slab, next(iter(slab.free)))
+            self._no_longer_free(place)
         else:
             return None
-        place.slab.taken += 1
+        slab.taken += 1
         return place
 
-    def take(self, places: Iterable[Place]) -> None:
-        """Takes these free slots out of use, so that nobody writes to them while their headers are zeroed."""
-        wanted = set(places)
-        for size_class in {place.slab.size_class for place in wanted}:
-            size_class.free = deque(place for place in size_class.free if place not in wanted)
-        for place in wanted:
-            place.slab.taken += 1
+    def take(self, place: Place) -> None:
+        """Takes a free slot out of use, so that nobody writes to it while its header is zeroed."""
+        self._no_longer_free(place)
+        place.slab.taken += 1
+
+    def _no_longer_free(self, place: Place) -> None:
+        slab, slot = place
+        del slab.free[slot]
+        if not slab.free:
+            del slab.size_class.with_free[slab]
 
     def free(self, place: Place, ghosts: frozenset[ChunkId] = frozenset()) -> None:
         """`ghosts`: the chunks whose headers may still lie there."""
-        assert place.slot not in place.slab.held, f"slot {place.slot} of slab {place.slab.number} is held"
-        place.slab.taken -= 1
+        slab, slot = place
+        assert slot not in slab.held, f"slot {slot} of slab {slab.number} is held"
+        slab.taken -= 1
         if ghosts:
-            place.slab.ghosts[place.slot] = ghosts
+            slab.ghosts[slot] = ghosts
         else:
-            place.slab.ghosts.pop(place.slot, None)
-        place.slab.size_class.free.append(place)
+            slab.ghosts.pop(slot, None)
+        slab.free[slot] = None
+        slab.size_class.with_free[slab] = None
 
     def quarantine(self, place: Place) -> None:
         place.slab.taken -= 1
@@ -325,12 +359,11 @@ class Catalog:
         place.slab.quarantined.add(place.slot)
 
     def free_ghosts(self) -> Iterator[tuple[Place, frozenset[ChunkId]]]:
-        """Free slots that may bear a header, with whose."""
-        for size_class in self.classes.values():
-            for place in size_class.free:
-                headers = place.slab.ghosts.get(place.slot)
-                if headers is not None:
-                    yield place, headers
+        """Free slots that may bear a header, with whose. The catalog may change meanwhile: what comes is left out."""
+        for slab in list(self.slabs.values()):
+            for slot in list(slab.ghosts):
+                if slot in slab.free and (headers := slab.ghosts.get(slot)) is not None:
+                    yield Place(slab, slot), headers
 
     # Chunks
 
@@ -349,10 +382,9 @@ class Catalog:
         slab.held[place.slot] = entry
         slab.ghosts.pop(place.slot, None)
         slab.newest = max(slab.newest, tick)
-        slab.size_class.lru[chunk] = entry
         self.entries[chunk] = entry
         tenant = self._tenant(chunk.tenant)
-        tenant.lru[chunk] = entry
+        _link(entry, slab.size_class.end, tenant.end)
         tenant.used_bytes += slab.slot_bytes
         if self.on_change is not None:
             self.on_change(chunk, True)
@@ -360,6 +392,8 @@ class Catalog:
         usage = self.usage.setdefault(chunk[:2], Usage())
         usage.chunks += 1
         usage.nbytes += slab.slot_bytes
+        for watcher in self.watchers:
+            watcher(entry, True)
         return entry
 
     def forget(self, entry: Entry) -> Place:
@@ -370,10 +404,8 @@ class Catalog:
         del self.entries[entry.chunk]
         if self.on_change is not None:
             self.on_change(entry.chunk, False)
-        del slab.size_class.lru[entry.chunk]
-        tenant = self._tenants[entry.chunk.tenant]
-        del tenant.lru[entry.chunk]
-        tenant.used_bytes -= slab.slot_bytes
+        _unlink(entry)
+        self.tenants[entry.chunk.tenant].used_bytes -= slab.slot_bytes
         self._drop_idle_tenant(entry.chunk.tenant)
         del slab.held[entry.place.slot]
         slab.taken += 1
@@ -383,13 +415,15 @@ class Catalog:
         usage.nbytes -= slab.slot_bytes
         if usage.chunks == 0:
             del self.usage[entry.chunk[:2]]
+        for watcher in self.watchers:
+            watcher(entry, False)
         return entry.place
 
     def touch(self, entry: Entry) -> None:
         entry.tick = self._next_tick()
         entry.place.slab.newest = entry.tick
-        entry.place.slab.size_class.lru.move_to_end(entry.chunk)
-        self._tenants[entry.chunk.tenant].lru.move_to_end(entry.chunk)
+        _unlink(entry)
+        _link(entry, entry.place.slab.size_class.end, self.tenants[entry.chunk.tenant].end)
 
     def _next_tick(self) -> int:
         self.tick = max(self.tick + 1, self._clock_us())
@@ -397,41 +431,61 @@ class Catalog:
 
     def idle_s(self, entry: Entry) -> float:
         """Since its last use. Where a rebuild has lost that: since then."""
-        used_us = entry.tick if entry.tick >= TICKS_ARE_TIMES_FROM else self._made_us
-        return max(0, self._clock_us() - used_us) / 1e6
+        return max(0, self._clock_us() - self.used_us(entry)) / 1e6
+
+    def used_us(self, entry: Entry) -> int:
+        """When it was last used, in microseconds of the wall clock. Where a rebuild has lost that: when it was made."""
+        return entry.tick if entry.tick >= TICKS_ARE_TIMES_FROM else self._made_us
+
+    def unused_since_us(self, unused_s: float) -> int:
+        """What has not been used for so long was last used then at the latest."""
+        return self._clock_us() - int(unused_s * 1e6)
+
+    def walk(self, slots: int = SLOTS_PER_SLICE) -> Iterator[list[Entry]]:
+        """Every chunk, a slice at a time: those in so many slots more. The catalog may change between slices. What is
+        held from the first to the last is seen once; what comes or goes meanwhile is seen or not, and a chunk that is
+        written anew perhaps twice."""
+        for slab in list(self.slabs.values()):
+            held = slab.held
+            for first in range(0, slab.fresh_from, slots):
+                yield [held[slot] for slot in range(first, min(first + slots, slab.fresh_from)) if slot in held]
 
     # Quotas
 
-    def _tenant(self, tenant: bytes) -> _Tenant:
-        known = self._tenants.get(tenant)
+    def _tenant(self, tenant: bytes) -> Tenant:
+        known = self.tenants.get(tenant)
         if known is None:
-            known = self._tenants[tenant] = _Tenant()
+            known = self.tenants[tenant] = Tenant()
         return known
 
     def _drop_idle_tenant(self, tenant: bytes) -> None:
-        if not self._tenants[tenant].lru and self._tenants[tenant].quota_bytes is None:
-            del self._tenants[tenant]
+        known = self.tenants[tenant]
+        if known.end.newer_of_tenant is known.end and known.quota_bytes is None:
+            del self.tenants[tenant]
 
     def set_quota(self, tenant: bytes, nbytes: int | None) -> int:
         """None: no limit. What the tenant's chunks take, where there is one."""
         self._tenant(tenant).quota_bytes = nbytes
-        used_bytes = self._tenants[tenant].used_bytes
+        used_bytes = self.tenants[tenant].used_bytes
         self._drop_idle_tenant(tenant)
         return used_bytes if nbytes is not None else 0
 
     def quota_of(self, tenant: bytes) -> int | None:
-        known = self._tenants.get(tenant)
+        known = self.tenants.get(tenant)
         return known.quota_bytes if known is not None else None
 
     def beyond_quota(self, tenant: bytes, nbytes: int) -> bool:
-        """Whether so much more would be, of a tenant with a quota."""
-        known = self._tenants[tenant]
-        assert known.quota_bytes is not None, f"tenant {tenant.hex()} has no quota"
-        return known.used_bytes + nbytes > known.quota_bytes
+        """Whether so much more would be. Never without a quota."""
+        known = self.tenants.get(tenant)
+        return known is not None and known.quota_bytes is not None and known.used_bytes + nbytes > known.quota_bytes
 
     def oldest_of(self, tenant: bytes) -> Entry | None:
         """Of a tenant with a quota: what goes first, if anything may."""
-        return next(self.oldest_first_of(tenant), None)
+        known = self.tenants.get(tenant)
+        link = known.end.newer_of_tenant if known is not None else None
+        while isinstance(link, Entry) and link.readers:
+            link = link.newer_of_tenant
+        return link if isinstance(link, Entry) else None
 
     # What has to go
 
@@ -460,81 +514,29 @@ class Catalog:
         return self.coldest_slab(None) if self.charged_bytes > self.cap_bytes else None
 
     def evictable(self, size_class: SizeClass) -> Iterator[Entry]:
-        return (entry for entry in size_class.lru.values() if entry.readers == 0)
+        """Oldest first. The catalog must not change meanwhile."""
+        link = size_class.end.newer
+        while isinstance(link, Entry):
+            if link.readers == 0:
+                yield link
+            link = link.newer
 
-    def oldest_first(self) -> Iterator[Entry]:
-        """Every chunk without a reader, over all classes. The catalog must not change meanwhile."""
-        return heapq.merge(*(self.evictable(each) for each in self.classes.values()), key=lambda entry: entry.tick)
 
-    def oldest_first_of(self, tenant: bytes) -> Iterator[Entry]:
-        """As `oldest_first`, a tenant's."""
-        known = self._tenants.get(tenant)
-        return (entry for entry in (known.lru.values() if known is not None else ()) if entry.readers == 0)
+def _link(entry: Entry, end: Link, end_of_tenant: Link) -> None:
+    """As the newest."""
+    last = end.older
+    last.newer = end.older = entry
+    entry.older, entry.newer = last, end
+    last = end_of_tenant.older_of_tenant
+    last.newer_of_tenant = end_of_tenant.older_of_tenant = entry
+    entry.older_of_tenant, entry.newer_of_tenant = last, end_of_tenant
 
-    # Check
 
-    def problems(self) -> Iterator[str]:
-        yield from self._problems_of_slots()
-        yield from self._problems_of_chunks()
-        for tenant in self._tenants.values():
-            if any(before.tick > after.tick for before, after in pairwise(tenant.lru.values())):
-                yield f"{len(tenant.lru)} chunks of a tenant are not in the order of their use"
-        if self.charged_bytes > self.cap_bytes:
-            yield f"{self.charged_bytes} bytes are charged, the cap is {self.cap_bytes}"
-
-    def _problems_of_slots(self) -> Iterator[str]:
-        free: dict[Slab, set[int]] = {slab: set() for slab in self.slabs.values()}
-        for size_class in self.classes.values():
-            for place in size_class.free:
-                if place.slab not in free:
-                    yield f"a free slot of slab {place.slab.number}, which is gone"
-                elif place.slot in free[place.slab]:
-                    yield f"slab {place.slab.number}, slot {place.slot}: free twice"
-                else:
-                    free[place.slab].add(place.slot)
-        for slab, slots in free.items():
-            fresh = slab.slot_count - slab.fresh_from
-            total = fresh + len(slots) + slab.taken + len(slab.held) + len(slab.quarantined)
-            if total != slab.slot_count:
-                yield (
-                    f"slab {slab.number}: {fresh + len(slots)} free + {slab.taken} taken + {len(slab.held)} held + "
-                    f"{len(slab.quarantined)} quarantined is {total}, not {slab.slot_count}"
-                )
-            if slots & slab.held.keys() or slots & slab.quarantined or slab.held.keys() & slab.quarantined:
-                yield f"slab {slab.number}: a slot in two states"
-            if sum(entry.readers for entry in slab.held.values()) > slab.reading:
-                yield f"slab {slab.number}: its chunks have more readers than the slab"
-
-    def _problems_of_chunks(self) -> Iterator[str]:
-        """One look at each, for the event loop waits meanwhile: 1.5 us a chunk with all the rest."""
-        owned: Counter[bytes] = Counter()  # bytes by tenant
-        for size_class in self.classes.values():
-            slot_bytes, before = size_class.slot_bytes, 0
-            for chunk, entry in size_class.lru.items():
-                if entry.tick < before:
-                    yield f"chunks in slots of {slot_bytes} bytes are not in the order of their use"
-                before = entry.tick
-                if slot_bytes_for(entry.payload_bytes) != slot_bytes:
-                    yield f"{entry.payload_bytes} bytes in a slot of {slot_bytes}"
-                if self.entries.get(chunk) is not entry or entry.place.slab.held.get(entry.place.slot) is not entry:
-                    yield f"a chunk in slots of {slot_bytes} bytes that is not held"
-                tenant = self._tenants.get(chunk.tenant)
-                if tenant is None or tenant.lru.get(chunk) is not entry:
-                    yield "a chunk that is not its tenant's"
-                owned[chunk.tenant] += slot_bytes
-        for tenant_id, tenant in self._tenants.items():
-            if tenant.used_bytes != owned[tenant_id]:
-                yield f"a tenant's chunks take {owned[tenant_id]} bytes, {tenant.used_bytes} accounted for"
-        counts = {
-            sum(len(slab.held) for slab in self.slabs.values()),
-            sum(len(size_class.lru) for size_class in self.classes.values()),
-            sum(len(tenant.lru) for tenant in self._tenants.values()),
-            sum(usage.chunks for usage in self.usage.values()),
-        }
-        if counts != {len(self.entries)}:
-            yield f"{len(self.entries)} chunks to be found, but {sorted(counts)} in slots, in order, and by owner"
-        if {owned.total(), sum(usage.nbytes for usage in self.usage.values())} != {self.used_bytes}:
-            yield f"{owned.total()} bytes held, {self.used_bytes} accounted for"
+def _unlink(entry: Entry) -> None:
+    older, newer = entry.older, entry.newer
+    older.newer, newer.older = newer, older
+    older, newer = entry.older_of_tenant, entry.newer_of_tenant
+    older.newer_of_tenant, newer.older_of_tenant = newer, older
 
 
 def _age(slab: Slab) -> int:

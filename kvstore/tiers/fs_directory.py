@@ -18,7 +18,7 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -506,7 +506,7 @@ class FsDirectory:
         while self._unforgotten:
             self.forget_slab(*self._unforgotten.pop())
 
-    def zero_slots(self, fd: int, slots: list[int], slot_bytes: int) -> None:
+    def zero_slots(self, fd: int, slots: Iterable[int], slot_bytes: int) -> None:
         """Overwrites the slots' header blocks, durably."""
         for slot in slots:
             self.write_block(fd, slot_offset(slot, slot_bytes), bytes(BLOCK_BYTES))

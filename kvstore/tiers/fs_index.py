@@ -15,6 +15,7 @@ counts, or the file is unusable.
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import struct
@@ -221,11 +222,11 @@ class Index:
         self._nbytes = nbytes
 
     def commit(self, changes: Changes, sequence: int, *, complete: bool = True) -> None:
-        waiting = list(changes.items())
+        waiting = iter(changes.items())  # no copy of them all at once: the interpreter would do nothing else meanwhile
         try:
-            for first in range(0, max(1, len(waiting)), OPERATIONS_PER_COMMIT_MAX):
-                batch = waiting[first : first + OPERATIONS_PER_COMMIT_MAX]
-                is_last = first + OPERATIONS_PER_COMMIT_MAX >= len(waiting)
+            for first in range(0, max(1, len(changes)), OPERATIONS_PER_COMMIT_MAX):
+                batch = itertools.islice(waiting, OPERATIONS_PER_COMMIT_MAX)
+                is_last = first + OPERATIONS_PER_COMMIT_MAX >= len(changes)
                 self._commit_batch(batch, sequence, complete=self._meta.complete or (complete and is_last))
         except lmdb.Error as error:
             raise IndexUnusable(str(error)) from error

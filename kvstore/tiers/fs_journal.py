@@ -11,7 +11,7 @@ slice at a time between two turns of the loop. It counts as complete only when t
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from kvstore.tiers.base import ChunkId
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # after an index could not be written
 TOUCHED_PER_COMMIT_MAX = 1_000
-REFILL_PER_SLICE = 1_000  # chunks handed to a new index between two turns of the loop
+REFILL_PER_SLICE = 500  # slots whose chunks are handed to a new index between two turns of the loop
 
 
 class Journal:
@@ -213,22 +213,21 @@ class Journal:
         if result is not None:
             self.failed(result)
         else:
-            self._refill(list(self._catalog.entries.values()))
+            self._refill(self._catalog.walk(REFILL_PER_SLICE))
 
-    def _refill(self, entries: list[Entry]) -> None:
+    def _refill(self, slices: Iterator[list[Entry]]) -> None:
         """What changes meanwhile goes to the new index as well."""
         if self._retry_at_s != math.inf:
             return  # it has failed again
-        for entry in entries[:REFILL_PER_SLICE]:
-            if not entry.forgotten:
-                self._changes.setdefault(entry.chunk, record_of(entry))
-        rest = entries[REFILL_PER_SLICE:]
-        if rest:
-            self.after_commit(partial(self._refill, rest))
-        else:
+        entries = next(slices, None)
+        if entries is None:
             self._complete = True
             log.info("%s: the new index is complete", self._directory.path)
             self._soon()
+            return
+        for entry in entries:
+            self._changes.setdefault(entry.chunk, record_of(entry))
+        self.after_commit(partial(self._refill, slices))
 
 
 def _ignore(_: object) -> None:

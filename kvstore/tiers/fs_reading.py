@@ -6,7 +6,8 @@ Concurrency: the event loop's.
 import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore._native import IoDone
@@ -168,6 +169,14 @@ class Reads:
         if not read.told:
             read.told = True
             self._loop.call_soon(read.done, outcome)
+
+    def problems(self) -> Iterator[str]:
+        readers = Counter(read.entry for read in self.running.values())
+        reading = Counter(read.entry.place.slab for read in self.running.values())
+        if any(entry.readers != count for entry, count in readers.items()):
+            yield f"of {len(readers)} chunks that are being read some count their readers wrongly"
+        if any(slab.reading != reading[slab] for slab in self._catalog.slabs.values()):
+            yield f"{len(self.running)} reads run, and a slab counts its own wrongly"
 
     def touch(self, chunks: Sequence[ChunkId]) -> None:
         """Used just now, in this order."""

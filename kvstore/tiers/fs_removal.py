@@ -2,8 +2,9 @@
 
 Concurrency: the event loop's, but for the zeroing, which the worker does. Any number of removals sweep through the
 catalog at a time, between other turns of the loop; meanwhile `find` is what says whether a chunk is there, and forgets
-one that a sweep has not reached yet. What was written after a removal began (its sequence says so) stays. One removal
-at a time is then made to last, in the order in which they came.
+one that a sweep has not reached yet. What was written after a removal began (its sequence says so) stays. A removal of
+what was not used lately takes each chunk only when its sweep gets there: one that is used before, or being read then,
+stays. One removal at a time is then made to last, in the order in which they came.
 
     forgotten, and no read or write of it runs -> commit, so that the index has none of it -> ghosts taken -> headers
     zeroed and synced, or the whole slab's epoch raised -> slots free -> reported
@@ -12,6 +13,8 @@ Ghosts are free slots that still bear a header of what is removed: an eviction l
 When the daemon dies, an unreported removal may have happened in part.
 """
 
+import heapq
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -31,6 +34,7 @@ SLOTS_ZEROED_ONE_BY_ONE_MAX = 8  # more, and all that a slab holds: its epoch is
 STEPS_PER_SLICE = 1_000  # a third of a microsecond or so each
 STEPS_OF_A_FORGET = 20
 STEPS_OF_A_FREE = 5
+STEPS_OF_A_CHOICE = 3
 
 
 class Write(Protocol):
@@ -46,9 +50,15 @@ class Loop(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Removal:
+    """`unused_since_us` and `bytes_wanted`: only what was last used then at the latest, and of that only the least
+    recently used until so much is free; None: whenever, and all."""
+
     scope: Scope
     done: Callable[[Removed], None]
     before: int  # writes of a higher sequence began after it
+    unused_since_us: int | None = None
+    bytes_wanted: int | None = None
+    forgotten: set[ChunkId] = field(default_factory=set)  # unless it is of everything in the scope
     slots: dict[Slab, dict[int, frozenset[ChunkId]]] = field(default_factory=dict)  # to be zeroed, with whose headers
     waits_for: int = 1  # reads and writes that must return first, and the sweep
     is_swept: bool = False
@@ -56,11 +66,46 @@ class Removal:
     chunks: int = 0
     nbytes: int = 0
 
+    @property
+    def is_of_everything(self) -> bool:
+        return self.unused_since_us is None and self.bytes_wanted is None
+
     def covers(self, entry: Entry) -> bool:
         return not entry.forgotten and entry.sequence <= self.before and self.scope.covers(entry.chunk)
 
+    def covers_header(self, chunk: ChunkId) -> bool:
+        """Whether a header of it on disk, of whatever time, would bring back what was removed."""
+        return self.scope.covers(chunk) if self.is_of_everything else chunk in self.forgotten
+
     def add(self, place: Place, headers: frozenset[ChunkId]) -> None:
         self.slots.setdefault(place.slab, {})[place.slot] = headers
+
+
+class _Oldest:
+    """Of what it is shown the least recently used, until they have the bytes wanted; None: all."""
+
+    def __init__(self, bytes_wanted: int | None) -> None:
+        self._bytes_wanted = bytes_wanted
+        self._newest_first: list[tuple[int, int, Entry]] = []  # a heap; the number in the middle is never equal
+        self.nbytes = 0
+
+    def show(self, entry: Entry) -> None:
+        heap = self._newest_first
+        shown = (-entry.tick, id(entry), entry)
+        self.nbytes += entry.slot_bytes
+        if self._bytes_wanted is None:
+            heap.append(shown)
+            return
+        heapq.heappush(heap, shown)
+        while self.nbytes - heap[0][2].slot_bytes >= self._bytes_wanted:
+            self.nbytes -= heapq.heappop(heap)[2].slot_bytes
+
+    def __len__(self) -> int:
+        return len(self._newest_first)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """In no order; without those that were used since."""
+        return (entry for tick, _, entry in self._newest_first if entry.tick == -tick)
 
 
 class Removals:
@@ -91,7 +136,8 @@ class Removals:
         self._on_failure = on_failure
         self._on_end = on_end
         self._waiting: list[Removal] = []  # the first one is made to last, once it is swept
-        self._sweeping: list[Removal] = []
+        self._sweeping: list[Removal] = []  # of everything in a scope
+        self._taking_ghosts: Removal | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -113,8 +159,28 @@ class Removals:
         removal = Removal(scope, done, self._journal.sequence)
         self._waiting.append(removal)
         self._sweeping.append(removal)
-        self._loop.call_soon(self._sweep, removal, self._candidates(scope))
+        self._loop.call_soon(self._sweep, removal, self._candidates(removal))
         return removal
+
+    def begin_of_oldest(
+        self, scope: Scope, done: Callable[[Removed], None], *, unused_s: float | None, bytes_wanted: int | None
+    ) -> None:
+        """Writes that run are neither unused nor old."""
+        removal = self._of_oldest(scope, done, unused_s, bytes_wanted)
+        self._waiting.append(removal)
+        if bytes_wanted is None:
+            self._loop.call_soon(self._sweep, removal, self._candidates(removal))
+        else:
+            self._choose(removal, lambda oldest: self._sweep(removal, iter(oldest)))
+
+    def count(
+        self, scope: Scope, done: Callable[[Removed], None], *, unused_s: float | None, bytes_wanted: int | None
+    ) -> None:
+        """What such a removal would take, of what is there when the count gets to it."""
+        self._choose(
+            self._of_oldest(scope, done, unused_s, bytes_wanted),
+            lambda oldest: done(Removed(len(oldest), oldest.nbytes)),
+        )
 
     def hand_over(self, removal: Removal, place: Place, headers: frozenset[ChunkId]) -> None:
         """What the removal waited for has returned, and leaves it the slot."""
@@ -127,19 +193,49 @@ class Removals:
 
     # Sweep
 
-    def _candidates(self, scope: Scope) -> Iterator[Entry]:
-        if scope.chunks is not None:
-            for chunk in scope.chunks:
-                if (entry := self._catalog.entries.get(chunk)) is not None:
-                    yield entry
-            return
-        for slab in list(self._catalog.slabs.values()):  # what comes later is too young
-            yield from list(slab.held.values())
+    def _of_oldest(
+        self, scope: Scope, done: Callable[[Removed], None], unused_s: float | None, bytes_wanted: int | None
+    ) -> Removal:
+        since_us = None if unused_s is None else self._catalog.unused_since_us(unused_s)
+        return Removal(scope, done, self._journal.sequence, since_us, bytes_wanted)
+
+    def _candidates(self, removal: Removal) -> Iterator[Entry]:
+        if removal.scope.chunks is None:
+            return itertools.chain.from_iterable(self._catalog.walk())
+        entries = self._catalog.entries
+        return (entries[chunk] for chunk in removal.scope.chunks if chunk in entries)
+
+    def _is_due(self, removal: Removal, entry: Entry) -> bool:
+        if not removal.covers(entry):
+            return False
+        if removal.is_of_everything:
+            return True
+        since_us = removal.unused_since_us
+        return not entry.readers and (since_us is None or self._catalog.used_us(entry) <= since_us)
+
+    def _choose(self, removal: Removal, then: Callable[[_Oldest], None]) -> None:
+        """A slice at a time; `then` in a later turn."""
+        oldest = _Oldest(removal.bytes_wanted)
+        candidates = self._candidates(removal)
+
+        def go_on() -> None:
+            steps = 0
+            for entry in candidates:
+                if self._is_due(removal, entry):
+                    oldest.show(entry)
+                    steps += STEPS_OF_A_CHOICE
+                steps += 1
+                if steps >= STEPS_PER_SLICE:
+                    self._loop.call_soon(go_on)
+                    return
+            then(oldest)
+
+        self._loop.call_soon(go_on)
 
     def _sweep(self, removal: Removal, candidates: Iterator[Entry]) -> None:
         steps = 0
         for entry in candidates:
-            if removal.covers(entry):
+            if self._is_due(removal, entry):
                 self._forget(removal, entry)
                 steps += STEPS_OF_A_FORGET
             steps += 1
@@ -147,7 +243,8 @@ class Removals:
                 self._loop.call_soon(self._sweep, removal, candidates)
                 return
         removal.is_swept = True
-        self._sweeping.remove(removal)
+        if removal.is_of_everything:
+            self._sweeping.remove(removal)
         if self._waiting[0] is removal:
             self._take_ghosts_after_commit()
         self.one_less(removal)
@@ -155,6 +252,8 @@ class Removals:
     def _forget(self, removal: Removal, entry: Entry) -> None:
         removal.chunks += 1
         removal.nbytes += entry.slot_bytes
+        if not removal.is_of_everything:
+            removal.forgotten.add(entry.chunk)
         place = self._catalog.forget(entry)
         self._journal.forget(entry)
         headers = frozenset({entry.chunk})
@@ -168,21 +267,33 @@ class Removals:
 
     def _take_ghosts_after_commit(self) -> None:
         # What was evicted before is free by the time this commit is done, with its ghosts.
-        self._journal.after_commit(partial(self._take_ghosts, self._waiting[0]))
+        self._journal.after_commit(partial(self._begin_with_ghosts, self._waiting[0]))
 
-    def _take_ghosts(self, removal: Removal) -> None:
-        ghosts = {
-            place: headers
-            for place, headers in self._catalog.free_ghosts()
-            if any(removal.scope.covers(chunk) for chunk in headers)
-        }
-        self._catalog.take(ghosts)
-        for place, headers in ghosts.items():
-            removal.add(place, headers)
+    def _begin_with_ghosts(self, removal: Removal) -> None:
+        self._taking_ghosts = removal
         for write in self._running():
-            if any(removal.scope.covers(chunk) for chunk in write.ghosts):
-                write.watched_by = removal
-                removal.waits_for += 1
+            self.watch(write)
+        self._take_ghosts(removal, self._catalog.free_ghosts())
+
+    def watch(self, write: Write) -> None:
+        """It runs. Should it fail, the removal that takes ghosts just now gets the slot, if it covers one there."""
+        removal = self._taking_ghosts
+        if removal is not None and any(removal.covers_header(chunk) for chunk in write.ghosts):
+            write.watched_by = removal
+            removal.waits_for += 1
+
+    def _take_ghosts(self, removal: Removal, ghosts: Iterator[tuple[Place, frozenset[ChunkId]]]) -> None:
+        steps = 0
+        for place, headers in ghosts:
+            if any(removal.covers_header(chunk) for chunk in headers):
+                self._catalog.take(place)
+                removal.add(place, headers)
+                steps += STEPS_OF_A_FREE
+            steps += STEPS_OF_A_CHOICE
+            if steps >= STEPS_PER_SLICE:
+                self._loop.call_soon(self._take_ghosts, removal, ghosts)
+                return
+        self._taking_ghosts = None
         removal.has_ghosts = True
         self._make_it_last(removal)
 
@@ -190,14 +301,14 @@ class Removals:
         if removal.waits_for or not removal.has_ghosts:
             return
         forget: list[tuple[int, SlabHeader]] = []
-        zero: list[tuple[Slab, list[int]]] = []
+        zero: list[tuple[Slab, Collection[int]]] = []
         for slab, covered in removal.slots.items():
             whole = not slab.held and not slab.reading and slab.taken == len(covered)
             if whole and len(covered) > SLOTS_ZEROED_ONE_BY_ONE_MAX:
                 slab.ghosts.clear()
                 forget.append((slab.fd, slab.next_epoch(self._directory.directory_id)))
             else:
-                zero.append((slab, list(covered)))
+                zero.append((slab, covered))
 
         def work() -> None:
             self._step("removing")

@@ -177,11 +177,19 @@ class Writes:
         wanted = slot_bytes + sum(write.slot_bytes for chunk, write in self._by_chunk.items() if chunk.tenant == tenant)
         if wanted > quota_bytes:
             return False
-        for _ in range(QUOTA_EVICTIONS_MAX):
-            if not catalog.beyond_quota(tenant, wanted) or (oldest := catalog.oldest_of(tenant)) is None:
+        self.evict_beyond_quota(tenant, wanted)
+        return not catalog.beyond_quota(tenant, wanted)
+
+    def evict_beyond_quota(self, tenant: bytes, more_bytes: int = 0) -> int:
+        """Evicts the tenant's own until it may take so much more, but no more than QUOTA_EVICTIONS_MAX; how many."""
+        catalog, evicted = self._catalog, 0
+        while evicted < QUOTA_EVICTIONS_MAX and catalog.beyond_quota(tenant, more_bytes):
+            oldest = catalog.oldest_of(tenant)
+            if oldest is None:
                 break
             self.evict(oldest, None)
-        return not catalog.beyond_quota(tenant, wanted)
+            evicted += 1
+        return evicted
 
     def _pump(self, queue: _Queue) -> None:
         """Gives slots to waiting writes, and sees to it that enough more are coming."""
@@ -256,6 +264,7 @@ class Writes:
         write.place = place
         write.sequence = self._journal.next_sequence()
         write.ghosts = slab.ghosts.get(slot, frozenset())
+        self.removals.watch(write)
         header = SlotHeader(
             slab.number, slot, slab.epoch, write.sequence, slab.slot_bytes, write.chunk, write.memory.nbytes
         )

@@ -111,7 +111,7 @@ async def look(
         assert du(path) <= cap
         if rebuilt:
             assert "headers read" in steps
-        held = {chunk for chunk, _ in bench.tier.chunks()}
+        held = set(bench.held())
         assert expected <= held, f"{len(expected - held)} of {len(expected)} chunks in the index are lost"
         assert not removed & held, "reported as removed, and back"
         readable = 0

@@ -1,7 +1,7 @@
 """The catalog: costs, states of slots, and what has to go. No disk."""
 
 import random
-from collections.abc import Callable
+from itertools import chain
 
 import pytest
 
@@ -21,6 +21,7 @@ from kvstore.tiers.fs_catalog import (
     slab_charge,
     small_files_bytes_for,
 )
+from kvstore.tiers.fs_check import Check
 from kvstore.tiers.fs_format import slot_bytes_for
 
 SMALL = slot_bytes_for(4096)
@@ -45,8 +46,12 @@ def fill(catalog: Catalog, size_class: SizeClass, first: int, count: int) -> lis
     return entries
 
 
+def problems(catalog: Catalog) -> list[str]:
+    return list(chain.from_iterable(Check(catalog).slices()))
+
+
 def in_order(catalog: Catalog) -> None:
-    assert list(catalog.problems()) == []
+    assert problems(catalog) == []
 
 
 def test_slabs_fill_the_cap_and_never_exceed_it_with_the_index_and_the_small_files_counted() -> None:
@@ -85,7 +90,7 @@ def test_the_victim_is_the_least_recently_used_without_a_reader() -> None:
     catalog.touch(entries[0])
     entries[1].readers = 1
     assert catalog.room_for(size_class, may_grow=True) == Evict(entries[2])
-    assert list(catalog.oldest_first()) == [entries[2], entries[3], entries[0]]
+    assert list(catalog.evictable(size_class)) == [entries[2], entries[3], entries[0]]
 
 
 def test_room_is_grown_before_anything_is_evicted() -> None:
@@ -158,9 +163,10 @@ def test_ghosts_are_known_until_the_slot_is_held_again() -> None:
     catalog.free(catalog.forget(entry), frozenset({entry.chunk}))
     ((place, headers),) = catalog.free_ghosts()
     assert headers == {entry.chunk}
-    catalog.take([place])
+    catalog.take(place)
     assert list(catalog.free_ghosts()) == []
-    assert list(slab.size_class.free) == []
+    assert not slab.free
+    assert not slab.size_class.with_free
     catalog.free(place)
     assert list(catalog.free_ghosts()) == []
     in_order(catalog)
@@ -209,7 +215,8 @@ def test_accounts_stay_true_through_any_sequence(seed: int) -> None:
                 case Grow(slot_count):
                     grow(catalog, size_class.slot_bytes, slot_count)
                 case Evict(entry):
-                    assert entry is min(size_class.lru.values(), key=lambda each: each.tick)
+                    held = [each for each in catalog.entries.values() if each.place.slab.size_class is size_class]
+                    assert entry is min(held, key=lambda each: each.tick)
                     del model[entry.chunk]
                     taken.append(catalog.forget(entry))
                 case Retire(slab):
@@ -244,25 +251,3 @@ def test_ticks_are_times_and_rise_with_every_use_also_when_the_clock_does_not() 
     rebuilt = catalog.hold(chunk_id(3), place, 9, 4096, proven=False, tick=9)
     now[0] = TICKS_ARE_TIMES_FROM + 17_000_000
     assert catalog.idle_s(rebuilt) == 7.0  # since the catalog was made
-
-
-@pytest.mark.parametrize(
-    ("spoil", "sentence"),
-    [
-        (lambda catalog, entry: catalog.entries.pop(entry.chunk), "not held"),
-        (lambda _, entry: entry.place.slab.held.pop(entry.place.slot), "not held"),
-        (lambda _, entry: entry.place.slab.size_class.lru.move_to_end(entry.chunk), "order of their use"),
-        (lambda catalog, entry: catalog._tenants[entry.chunk.tenant].lru.move_to_end(entry.chunk), "of a tenant"),
-        (lambda catalog, entry: catalog._tenants[entry.chunk.tenant].lru.pop(entry.chunk), "not its tenant's"),
-        (lambda catalog, _: setattr(catalog, "used_bytes", 0), "accounted for"),
-        (lambda _, entry: setattr(entry, "payload_bytes", 8192), "bytes in a slot of"),
-        (lambda _, entry: setattr(entry, "readers", 1), "more readers"),
-        (lambda _, entry: entry.place.slab.quarantined.add(entry.place.slot), "in two states"),
-    ],
-)
-def test_what_does_not_agree_is_said(spoil: Callable[[Catalog, Entry], object], sentence: str) -> None:
-    catalog = make()
-    entries = fill(catalog, grow(catalog, SMALL).size_class, 0, 3)
-    in_order(catalog)
-    spoil(catalog, entries[0])
-    assert any(sentence in problem for problem in catalog.problems())

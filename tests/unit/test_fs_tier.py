@@ -10,17 +10,18 @@ import shutil
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore._native import crc32c
-from kvstore.tiers import fs_paths, fs_recovery, fs_removal, fs_writing
+from kvstore.tiers import fs, fs_check, fs_paths, fs_recovery, fs_removal, fs_writing
 from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Removed, Scope, WriteOutcome
 from kvstore.tiers.conformance import Memories, chunk_id, outcome_of
 from kvstore.tiers.fs import FsTier
-from kvstore.tiers.fs_catalog import small_files_bytes_for
+from kvstore.tiers.fs_catalog import TICKS_ARE_TIMES_FROM, small_files_bytes_for
 from kvstore.tiers.fs_directory import DirectoryInUse, FsDirectory
 from kvstore.tiers.fs_format import BLOCK_BYTES, SlabHeader, SlotHeader, seal, slot_bytes_for, slot_offset
 from kvstore.tiers.fs_index import IndexUnusable
@@ -78,7 +79,7 @@ def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
             await store(bench, range(10))
             bench.tier.touch([chunk_id(3), chunk_id(0)])
         async with fs_bench(tmp_path) as bench:
-            order = [chunk for chunk, _ in bench.tier.chunks()]
+            order = bench.held()
             assert order == [chunk_id(number) for number in (1, 2, 4, 5, 6, 7, 8, 9, 3, 0)]
 
     run(scenario)
@@ -490,7 +491,7 @@ def test_a_removal_covers_what_was_only_evicted(tmp_path: Path) -> None:
             shutil.copytree(tmp_path / "fs", tmp_path / "killed")
         (tmp_path / "killed" / fs_paths.INDEX).unlink()
         async with fs_bench(tmp_path / "killed") as bench:
-            assert list(bench.tier.chunks()) == []
+            assert bench.held() == []
 
     run(scenario)
 
@@ -525,6 +526,50 @@ def test_a_removal_covers_what_a_failing_write_was_to_overwrite(tmp_path: Path, 
     run(scenario)
 
 
+def test_a_removal_covers_what_a_failing_write_overwrites_that_began_while_ghosts_are_taken(
+    tmp_path: Path, hanging: HangingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs_removal, "STEPS_PER_SLICE", 1)  # a turn of the loop for each ghost
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path / "fs", options(slab_bytes=20 * slot_bytes_for(CHUNK_BYTES))) as bench:
+            await store(bench, range(19), tenant=1)
+            await store(bench, [0])  # it stays, so the slab is not given up whole
+            bench.tier._catalog.foreign_bytes = bench.tier._catalog.cap_bytes  # so no slab is added
+            for number in range(19):
+                bench.tier._writes.evict(bench.entry(chunk_id(number, tenant=1)), None)
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            removal = asyncio.ensure_future(bench.remove(Scope(tenant=chunk_id(0, tenant=1).tenant)))
+            while bench.tier._removals._taking_ghosts is None:
+                await asyncio.sleep(0)
+            memory = Memory(hanging.address, CHUNK_BYTES)
+            write = asyncio.ensure_future(outcome_of(bench.tier.write, chunk_id(5), memory))
+            await asyncio.sleep(0)
+            [running] = bench.tier._writes.running.values()
+            assert running.place is not None
+            [ghost] = running.ghosts
+            slab, slot = running.place
+            old_header = SlotHeader(slab.number, slot, slab.epoch, 1, slab.slot_bytes, ghost, CHUNK_BYTES).encode()
+            returned = bench.tier._writes._returned
+
+            def fail(failing: Any, _error: int) -> None:
+                FsDirectory.write_block(slab.fd, slot_offset(slot, slab.slot_bytes), old_header)
+                bench.tier._writes._returned = returned  # type: ignore[method-assign]
+                returned(failing, errno.ECANCELED)  # so it is not tried again in the same slot
+
+            bench.tier._writes._returned = fail  # type: ignore[method-assign]
+            hanging.let_go()
+            assert await write is WriteOutcome.ABORTED
+            assert (await removal).failed is None
+            bench.tier._catalog.foreign_bytes = 0
+            shutil.copytree(tmp_path / "fs", tmp_path / "killed")
+        (tmp_path / "killed" / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path / "killed") as bench:
+            assert bench.held() == [chunk_id(0)]
+
+    run(scenario)
+
+
 def test_a_removal_is_out_of_reach_at_once_however_long_its_sweep_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -547,6 +592,132 @@ def test_a_removal_is_out_of_reach_at_once_however_long_its_sweep_takes(
         (tmp_path / fs_paths.INDEX).unlink()
         async with fs_bench(tmp_path) as bench:
             assert await found(bench, range(40)) == [38]
+
+    run(scenario)
+
+
+async def removed_of(bench: FsBench, scope: Scope = Scope(), **limits: Any) -> Removed:  # noqa: B008 - it is frozen
+    removed: asyncio.Future[Removed] = asyncio.get_running_loop().create_future()
+    bench.tier.remove(scope, removed.set_result, **limits)
+    return await removed
+
+
+def test_a_removal_of_what_was_not_used_lately_takes_nothing_that_is_used_before_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs_removal, "STEPS_PER_SLICE", 1)
+    now_us = [TICKS_ARE_TIMES_FROM]
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, wall_clock_us=lambda: now_us[0]) as bench:
+            await store(bench, range(20))
+            await store(bench, range(3), tenant=1)
+            now_us[0] += 60_000_000
+            await store(bench, range(20, 25))
+            assert await removed_of(bench, unused_s=50, dry_run=True) == Removed(23, 23 * slot_bytes_for(CHUNK_BYTES))
+            removed = asyncio.ensure_future(removed_of(bench, Scope(tenant=bytes(16)), unused_s=50))
+            await asyncio.sleep(0)
+            bench.tier.touch([chunk_id(18)])
+            assert (await bench.read(chunk_id(19)))[0] is ReadOutcome.READ  # not out of reach until its turn
+            assert (await removed).chunks == 18
+            assert await found(bench, range(25)) == [18, 19, *range(20, 25)]
+            assert await chunks_of(bench, 1) == [0, 1, 2]
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path) as bench:
+            assert await found(bench, range(25)) == [18, 19, *range(20, 25)]
+
+    run(scenario)
+
+
+def test_a_removal_of_so_many_bytes_takes_the_least_recently_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs_removal, "STEPS_PER_SLICE", 1)
+    slot = slot_bytes_for(CHUNK_BYTES)
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(20))
+            await store(bench, range(3), tenant=1)
+            bench.tier.touch([chunk_id(0), chunk_id(2)])
+            assert await removed_of(bench, bytes_wanted=3 * slot + 1, dry_run=True) == Removed(4, 4 * slot)
+            removed = asyncio.ensure_future(removed_of(bench, Scope(tenant=bytes(16)), bytes_wanted=4 * slot))
+            while bench.tier.stats().chunks == 23:
+                await asyncio.sleep(0)
+            bench.tier.touch([chunk_id(number) for number in range(20)])  # after the choice: those stay
+            assert (await removed).chunks < 4
+            left = await found(bench, range(20))
+            assert len(left) == 20 - (await removed).chunks
+            assert set(range(20)) - set(left) < {1, 3, 4, 5}
+            assert (await removed_of(bench, bytes_wanted=4 * slot)).nbytes == 4 * slot
+            assert await chunks_of(bench, 1) == []  # the least recently used by now, and one more
+
+    run(scenario)
+
+
+def test_a_removal_of_the_oldest_covers_the_headers_that_evictions_left_of_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path / "fs") as bench:
+            await store(bench, range(5))
+            bench.tier._writes.evict(bench.entry(chunk_id(0)), None)
+            await store(bench, [0, 6])  # to another slot, for the old one is free only after a commit
+            assert bench.entry(chunk_id(0)).place.slot != 0
+            bench.tier.touch([chunk_id(number) for number in range(1, 7)])
+            assert (await removed_of(bench, bytes_wanted=1)).chunks == 1
+            shutil.copytree(tmp_path / "fs", tmp_path / "killed")
+        (tmp_path / "killed" / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path / "killed") as bench:
+            assert await found(bench, range(7)) == [1, 2, 3, 4, 6]
+
+    run(scenario)
+
+
+def test_removals_and_counts_wait_until_the_tier_is_warm(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(9))
+        async with fs_bench(tmp_path, wait_ready=False) as bench:
+            assert (await removed_of(bench, dry_run=True)).chunks == 9
+        async with fs_bench(tmp_path, wait_ready=False) as bench:
+            assert (await removed_of(bench, bytes_wanted=1)).chunks == 1
+            assert await found(bench, range(9)) == list(range(1, 9))
+
+    run(scenario)
+
+
+def test_a_check_a_list_and_a_removal_let_others_have_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in turns of the loop, each of which does a bounded number of steps."""
+    monkeypatch.setattr(fs_removal, "STEPS_PER_SLICE", 20)
+    monkeypatch.setattr(fs, "CHUNKS_PER_SLICE", 4)
+    monkeypatch.setattr(fs_check, "SLOTS_PER_SLICE", 4)
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(64))
+            number = 64
+            seen = set()
+            for held in bench.tier.chunks():
+                assert len(held) <= 4
+                seen |= {chunk for chunk, _, _ in held}
+                await store(bench, [number])  # while the list is made
+                number += 1
+            assert {chunk_id(n) for n in range(64)} <= seen
+            for slice_ in bench.tier.check():
+                assert slice_ == []
+                await store(bench, [number])  # evicts before long
+                number += 1
+            assert bench.tier.evictions > 0
+            turns = 0
+            removed = asyncio.ensure_future(removed_of(bench))
+            left = [bench.tier.stats().chunks]
+            while left[-1]:
+                await asyncio.sleep(0)
+                turns += 1
+                left.append(bench.tier.stats().chunks)
+            assert all(before - after <= 1 for before, after in pairwise(left))  # a forget is twenty steps
+            assert (await removed).chunks == left[0]
 
     run(scenario)
 
@@ -598,10 +769,10 @@ def test_a_removal_waits_for_a_write_that_hangs_and_undoes_it(tmp_path: Path, ha
             hanging.let_go()
             assert await write is WriteOutcome.ABORTED
             assert (await removal).failed is None
-            assert [chunk for chunk, _ in bench.tier.chunks()] == [chunk_id(20), chunk_id(21)]
+            assert bench.held() == [chunk_id(20), chunk_id(21)]
         (tmp_path / fs_paths.INDEX).unlink()
         async with fs_bench(tmp_path) as bench:
-            assert sorted(chunk for chunk, _ in bench.tier.chunks()) == [chunk_id(20), chunk_id(21)]
+            assert sorted(bench.held()) == [chunk_id(20), chunk_id(21)]
 
     run(scenario)
 
@@ -621,7 +792,7 @@ def test_a_removal_covers_a_write_that_was_given_up_as_late(tmp_path: Path, hang
             shutil.copytree(tmp_path / "fs", tmp_path / "killed")
         (tmp_path / "killed" / fs_paths.INDEX).unlink()
         async with fs_bench(tmp_path / "killed") as bench:
-            assert list(bench.tier.chunks()) == []
+            assert bench.held() == []
 
     run(scenario)
 
@@ -1041,9 +1212,7 @@ def test_an_unmounted_directory_is_waited_for_and_nothing_is_written_below(tmp_p
 
 async def chunks_of(bench: FsBench, tenant: int) -> list[int]:
     return [
-        int.from_bytes(chunk.key[-8:], "big")
-        for chunk, _ in bench.tier.chunks()
-        if chunk.tenant == tenant.to_bytes(16, "big")
+        int.from_bytes(chunk.key[-8:], "big") for chunk in bench.held() if chunk.tenant == tenant.to_bytes(16, "big")
     ]
 
 
@@ -1059,8 +1228,6 @@ def test_a_tenant_beyond_its_quota_loses_its_own_oldest_chunks_only(tmp_path: Pa
             bench.tier.touch([chunk_id(0, tenant=1)])
             assert await bench.write(chunk_id(5, tenant=1)) is WriteOutcome.STORED
             assert await chunks_of(bench, 1) == [3, 4, 0, 5]
-            assert [chunk for chunk, _, _ in bench.tier.ages(limited)] == [chunk_id(n, tenant=1) for n in (3, 4, 0, 5)]
-            assert list(bench.tier.ages(b"nobody's chunks.")) == []
             assert await chunks_of(bench, 0) == [0, 1, 2]
         async with fs_bench(tmp_path, wait_ready=False) as bench:
             bench.tier.set_quota(limited, 2 * slot)  # before anything is known of what is there
@@ -1070,6 +1237,35 @@ def test_a_tenant_beyond_its_quota_loses_its_own_oldest_chunks_only(tmp_path: Pa
             bench.tier.set_quota(limited, None)
             await store(bench, range(7, 10), tenant=1)
             assert len(await chunks_of(bench, 1)) == 5
+
+    run(scenario)
+
+
+def test_what_is_beyond_a_quota_set_before_the_tier_is_warm_goes_once_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs_writing, "QUOTA_EVICTIONS_MAX", 2)
+    slot = slot_bytes_for(CHUNK_BYTES)
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(9), tenant=1)
+            await store(bench, range(5), tenant=2)
+            await store(bench, range(3), tenant=3)
+        async with fs_bench(tmp_path, wait_ready=False) as bench:
+            bench.tier.set_quota((1).to_bytes(16, "big"), 3 * slot)
+            bench.tier.set_quota((2).to_bytes(16, "big"), 4 * slot)
+            bench.tier.set_quota((3).to_bytes(16, "big"), 4 * slot)
+            await bench.tier.ready()
+            evictions = []
+            for _ in range(20):
+                evictions.append(bench.tier.evictions)
+                await asyncio.sleep(0)
+            assert evictions[-1] == 6 + 1
+            assert all(later - before <= 2 for before, later in pairwise(evictions))
+            assert await chunks_of(bench, 1) == [6, 7, 8]
+            assert await chunks_of(bench, 2) == [1, 2, 3, 4]
+            assert await chunks_of(bench, 3) == [0, 1, 2]
 
     run(scenario)
 
@@ -1112,7 +1308,7 @@ def test_a_scrub_finds_each_bad_slot_once(tmp_path: Path) -> None:
         async with fs_bench(tmp_path) as bench:
             await store(bench, range(20))
             assert await problems_found(bench) == []
-            order = [chunk for chunk, _ in bench.tier.chunks()]
+            order = bench.held()
             for number in (3, 4):
                 bench.flip(chunk_id(number), BLOCK_BYTES + 7)
             problems = await problems_found(bench)
@@ -1120,7 +1316,7 @@ def test_a_scrub_finds_each_bad_slot_once(tmp_path: Path) -> None:
             assert await problems_found(bench) == []
             await until(lambda: bench.tier.stats().quarantined == 2, "the quarantine")
             assert bench.tier.stats().corruptions == 2
-            assert [chunk for chunk, _ in bench.tier.chunks()] == [each for each in order if each[2] not in spoiled()]
+            assert bench.held() == [each for each in order if each[2] not in spoiled()]
 
     def spoiled() -> set[bytes]:
         return {chunk_id(number).key for number in (3, 4)}

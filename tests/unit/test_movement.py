@@ -14,6 +14,7 @@ from kvstore.decisions import Room
 from kvstore.movement import OWN_GROUP, PROMOTIONS_MAX, WAITING_MAX, WRITING_MAX, Movement
 from kvstore.tiers.base import ChunkId, Memory, ReadDone, ReadOutcome, Released, WriteDone, WriteOutcome
 from kvstore.tiers.cpu import CpuTier
+from kvstore.tiers.fs import Held
 from tests.unit.native_store import INDEX_KEY, INSTANCE, NAMESPACE, TENANT, key_of
 
 CHUNK = 64 << 10
@@ -42,11 +43,8 @@ class LowerTier:
     def contains(self, chunk: ChunkId) -> bool:
         return chunk in self.held
 
-    def chunks(self) -> Iterator[tuple[ChunkId, int]]:
-        return ((chunk, CHUNK) for chunk in list(self.held))
-
-    def ages(self, tenant: bytes | None = None) -> Iterator[tuple[ChunkId, int, float]]:
-        return ((chunk, CHUNK, 0.0) for chunk in list(self.held) if tenant in (None, chunk.tenant))
+    def chunks(self) -> Iterator[list[Held]]:
+        yield [Held(chunk, CHUNK, 0.0) for chunk in self.held]
 
     def write(self, chunk: ChunkId, memory: Memory, done: WriteDone, released: Released) -> None:
         self.writes.append((chunk, memory, done, released))

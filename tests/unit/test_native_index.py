@@ -881,12 +881,48 @@ def test_a_quota_counts_what_was_there_before_and_ends_when_it_is_unset() -> Non
     with native_store() as store:
         put_chain(store, range(6))
         store.index.set_quota(TENANT, 6 * CHUNK)
+        assert [store.index.order_for_quotas(steps=3) for _ in range(3)] == [False, True, True]
         assert store.index.problems() == []
         assert commit_of(store, TENANT, 10) == _native.STORED
         assert store.index.lookup(NAMESPACE, TENANT, [key_of(4), key_of(5)]) == bytes([CPU, MISS])
         store.index.set_quota(TENANT, None)
         assert commit_of(store, TENANT, 11) == _native.STORED
         assert store.index.stats()["chunks"] == 7
+
+
+def test_what_comes_and_goes_while_a_first_quota_is_prepared_is_in_its_order_too() -> None:
+    with native_store() as store:
+        put_chain(store, range(6))
+        store.index.set_quota(TENANT, 6 * CHUNK)
+        assert not store.index.order_for_quotas(steps=3)
+        removal = store.index.begin_removal(namespace=NAMESPACE, tenant=TENANT, nbytes=1)
+        assert store.index.remove(removal, 1_000)  # the tail, which was not looked at
+        assert commit_of(store, TENANT, 10) == _native.STORED
+        store.index.touch(NAMESPACE, TENANT, [key_of(number) for number in range(5)])
+        assert store.index.problems() == []
+        assert store.index.order_for_quotas(steps=100)
+        assert store.index.problems() == []
+        assert commit_of(store, TENANT, 11) == _native.STORED
+        assert store.index.lookup(NAMESPACE, TENANT, [key_of(4), key_of(10), key_of(11)]) == bytes([CPU, MISS, CPU])
+
+
+def test_a_removal_by_single_steps_gets_on_where_chunks_have_children() -> None:
+    with native_store() as store:
+        put_chain(store, range(6))
+        removal = store.index.begin_removal(namespace=NAMESPACE, tenant=TENANT)
+        for _ in range(100):
+            if store.index.remove(removal, 1):
+                break
+            assert store.index.problems() == []
+        assert removal.chunks == 6
+
+
+def test_the_index_is_checked_a_slice_at_a_time() -> None:
+    with native_store() as store:
+        put_chain(store, range(6))
+        assert store.index.problems_of_chunks(0, steps=4) == ([], 4)
+        assert store.index.problems_of_chunks(4, steps=4) == ([], None)
+        assert store.index.problems_of_sums() == []
 
 
 def test_a_commit_is_refused_where_its_tenant_has_nothing_that_may_go() -> None:

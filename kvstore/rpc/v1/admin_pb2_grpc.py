@@ -157,7 +157,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Check(self, request, context):
-        """The daemon does nothing else meanwhile.
+        """The daemon looks beside its other work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
