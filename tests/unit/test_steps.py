@@ -190,7 +190,11 @@ def test_after_a_broken_stream_the_unanswered_are_sent_again_under_their_numbers
     assert first.number == 1
 
 
-def test_no_more_messages_than_the_daemon_remembers_are_unanswered(daemon: FakeDaemon, steps: Steps) -> None:
+def test_no_more_messages_than_the_daemon_remembers_are_unanswered(
+    daemon: FakeDaemon, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "GRANTS_IDLE_S", 1000)  # the sender does not look by itself
+    steps = Steps(session)  # type: ignore[arg-type]
     daemon.go_on.clear()
     for slot in range(OPERATIONS_PER_STEP_MAX * (STEPS_UNANSWERED_MAX + 2)):
         steps.abort(slot, 1)
@@ -203,6 +207,7 @@ def test_no_more_messages_than_the_daemon_remembers_are_unanswered(daemon: FakeD
     daemon.go_on.set()
     steps.settle(WAIT_S)
     assert not steps.unsent
+    steps.close()
 
 
 def test_a_lost_session_drops_everything_and_ends_every_wait(
@@ -234,8 +239,13 @@ def test_a_message_that_the_daemon_refuses_is_not_sent_for_ever(daemon: FakeDaem
     assert daemon.received.qsize() == 1
 
 
-def test_grants_nobody_uses_go_back(daemon: FakeDaemon, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("leased", [False, True])
+def test_grants_nobody_uses_go_back(
+    daemon: FakeDaemon, steps: Steps, monkeypatch: pytest.MonkeyPatch, leased: bool
+) -> None:
     monkeypatch.setattr(steps_module, "GRANTS_IDLE_S", 0.05)
+    if leased:  # a lease is renewed less often than grants may lie idle
+        steps.lease(7, 8)
     assert len(steps.wait_grants(3, WAIT_S)) == 3  # these are the caller's now
     daemon.next()
     steps.want_grants(2)
