@@ -8,9 +8,9 @@ slots is theirs together.
 A get copies first and compares generations after: bytes whose slot was handed out to somebody else meanwhile are never
 returned. A put makes a chunk visible only by a commit, sent after its copy's threads have fenced their stores. A round
 trip to the daemon takes a tenth of the time in which a batch of 128 MiB is copied, so a put has only one to wait for:
-its commits are one message, written while the threads copy, and a caller that puts batch after batch gets the next
-one's slots with the outcomes of this one. To commit a first part while the last one is copied was no quicker, for the
-time of the second message is taken from the copy.
+its commits are one message, and a caller that puts batch after batch gets the next one's slots with the outcomes of
+this one. On two cores, to commit a first part while the last one is copied was no quicker: the copy pays for the second
+message.
 
 If the daemon dies, calls in flight end with Unavailable (or with the bytes they had found: an instance's memory stays
 right as long as it is mapped) and the next call attaches again.
@@ -51,7 +51,7 @@ from kvstore.limits import (
     PROMOTES_PER_ROUND,
 )
 from kvstore.session import Attachment, Kind, Role, Session
-from kvstore.steps import Outcome, Ref, Steps, commits_of
+from kvstore.steps import Outcome, Ref, Steps
 
 if TYPE_CHECKING:  # of collections.abc from Python 3.12 on
     from typing_extensions import Buffer
@@ -508,13 +508,11 @@ class _Connection:
             sources = _native.addresses_of([payloads[position] for position in positions])
             with self._lent(sources):
                 job = self._submit(sources, addresses)
-                # Made while the threads copy, and sent when they have ended.
-                own = [keys[position] for position in positions]
+                own = [keys[position] for position in positions]  # while the threads copy
                 parents = [keys[position - 1] if position else b"" for position in positions]
-                commits = commits_of(grants, tenant, own, parents)
                 if self._ended_copy(job).failed:
                     raise Unavailable("the copy into the arena was ended by a close in another thread")
-                tickets += self._steps.commit_many(commits)
+                tickets += self._steps.commit_many(grants, tenant, own, parents)
                 self._steps.want_grants(later, tails=grants[-1:])
         finally:
             if len(tickets) < len(grants):  # the copying threads have left these slots, whatever happened

@@ -69,9 +69,14 @@ _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 
 
 class _Batch(NamedTuple):
-    """Commits that travel together."""
+    """Commits that travel together: an item of each list for each."""
 
-    commits: store_pb2.Commits
+    tenant: bytes
+    memory_only: bool
+    slots: list[int]
+    generations: list[int]
+    keys: list[bytes]
+    parents: list[bytes]
     tickets: list[int]
 
 
@@ -223,22 +228,28 @@ class Steps:
             self._operations += 1
             return self._tickets
 
-    def commit_many(self, batches: Sequence[store_pb2.Commits]) -> list[int]:
-        """As `commit`, of what `commits_of` made, for a caller that waits for the outcomes, which bounds the queue: a
-        full one aborts none of them. Returns their tickets."""
+    def commit_many(
+        self, refs: Sequence[Ref], tenant: bytes, keys: Sequence[bytes], parents: Sequence[bytes]
+    ) -> list[int]:
+        """As `commit`, for a caller that waits for the outcomes, which bounds the queue: a full one aborts none of
+        them. Returns their tickets."""
         self._session.require_own_process()
         with self._lock:
-            first = self._tickets + 1
-            for commits in batches:
-                tickets = list(range(self._tickets + 1, self._tickets + 1 + len(commits.keys)))
-                self._tickets += len(tickets)
-                if self._accepting():
-                    if self._operations + len(tickets) > QUEUED_OPERATIONS_MAX:
-                        self._drop_touches()
-                    self._commits.append(_Batch(commits, tickets))
-                    self._operations += len(tickets)
+            tickets = list(range(self._tickets + 1, self._tickets + 1 + len(refs)))
+            self._tickets += len(refs)
             self._grants_used_s = time.monotonic()
-            return list(range(first, self._tickets + 1))
+            if self._accepting():
+                if self._operations + len(refs) > QUEUED_OPERATIONS_MAX:
+                    self._drop_touches()
+                for begin in range(0, len(refs), OPERATIONS_PER_STEP_MAX):
+                    part = slice(begin, begin + OPERATIONS_PER_STEP_MAX)
+                    slots, generations = map(list, zip(*refs[part], strict=True))
+                    batch = _Batch(
+                        tenant, False, slots, generations, list(keys[part]), list(parents[part]), tickets[part]
+                    )
+                    self._commits.append(batch)
+                self._operations += len(refs)
+            return tickets
 
     def abort(self, slot: int, generation: int) -> None:
         with self._lock:
@@ -492,16 +503,20 @@ class Steps:
 
     def _commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes, memory_only: bool) -> None:
         """Under the last ticket; with those queued last where it is of their kind."""
-        commits, tickets = self._commits[-1] if self._commits else (None, [])
-        alike = commits is not None and (commits.tenant, commits.memory_only) == (tenant, memory_only)
-        if commits is None or not alike or len(tickets) >= OPERATIONS_PER_STEP_MAX:
-            commits, tickets = store_pb2.Commits(tenant=tenant, memory_only=memory_only), []
-            self._commits.append(_Batch(commits, tickets))
-        commits.slots.append(slot)
-        commits.generations.append(generation)
-        commits.keys.append(key)
-        commits.parents.append(parent)
-        tickets.append(self._tickets)
+        batch = self._commits[-1] if self._commits else None
+        if (
+            batch is None
+            or batch.tenant != tenant
+            or batch.memory_only is not memory_only
+            or len(batch.tickets) >= OPERATIONS_PER_STEP_MAX
+        ):
+            batch = _Batch(tenant, memory_only, [], [], [], [], [])
+            self._commits.append(batch)
+        batch.slots.append(slot)
+        batch.generations.append(generation)
+        batch.keys.append(key)
+        batch.parents.append(parent)
+        batch.tickets.append(self._tickets)
 
     def _abort(self, ref: Ref) -> None:
         self._aborts.append(ref)
@@ -601,7 +616,14 @@ class Steps:
         tickets: list[int] = []
         while self._commits and len(self._commits[0].tickets) <= room:
             batch = self._commits.popleft()
-            request.commits.append(batch.commits)
+            request.commits.add(
+                tenant=batch.tenant,
+                slots=batch.slots,
+                generations=batch.generations,
+                keys=batch.keys,
+                parents=batch.parents,
+                memory_only=batch.memory_only,
+            )
             tickets += batch.tickets
             room -= len(batch.tickets)
         unused = 0
@@ -739,22 +761,6 @@ class Steps:
         self._probe, self._fresh, self._ping, self._flushing = None, False, False, False
         self._changed.notify_all()
         self._to_send.notify_all()
-
-
-def commits_of(
-    refs: Sequence[Ref], tenant: bytes, keys: Sequence[bytes], parents: Sequence[bytes]
-) -> list[store_pb2.Commits]:
-    """Of chunks that will be complete in these slots: what `Steps.commit_many` takes then."""
-    batches = []
-    for begin in range(0, len(refs), OPERATIONS_PER_STEP_MAX):
-        piece = slice(begin, begin + OPERATIONS_PER_STEP_MAX)
-        slots, generations = zip(*refs[piece], strict=True)
-        batches.append(
-            store_pb2.Commits(
-                tenant=tenant, slots=slots, generations=generations, keys=keys[piece], parents=parents[piece]
-            )
-        )
-    return batches
 
 
 def _slot_ref(ref: Ref) -> store_pb2.SlotRef:

@@ -15,7 +15,7 @@ from kvstore.limits import OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
 from kvstore.rpc.status import ERROR_METADATA_KEY
 from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
 from kvstore.session import GroupState, KindState
-from kvstore.steps import Outcome, Steps, commits_of
+from kvstore.steps import Outcome, Steps
 
 TENANT = b"t" * 16
 WAIT_S = 10.0
@@ -157,7 +157,7 @@ def test_commits_travel_in_order_together_with_those_of_their_tenant_as_far_as_a
     tickets = [steps.commit(slot, 1, TENANT, keys[slot], b"") for slot in range(2)]
     tickets += [steps.commit(slot, 1, other, keys[slot], b"") for slot in range(2, 4)]
     tickets += [steps.commit(4, 1, other, keys[4], keys[3], memory_only=True)]
-    tickets += steps.commit_many(commits_of([(slot, 1) for slot in range(5, count)], TENANT, keys[5:], keys[4:-1]))
+    tickets += steps.commit_many([(slot, 1) for slot in range(5, count)], TENANT, keys[5:], keys[4:-1])
     steps.abort(count, 1)
     outcomes = steps.wait(tickets, WAIT_S)
     assert outcomes == [Outcome.PRESENT if slot % 3 == 0 else Outcome.STORED for slot in range(count)]
@@ -314,7 +314,7 @@ def test_a_full_queue_aborts_no_commit_that_somebody_waits_for(
     monkeypatch.setattr(steps_module, "QUEUED_OPERATIONS_MAX", 4)
     refs, keys = [(slot, 1) for slot in range(6)], [key(slot) for slot in range(6)]
     steps.touch(TENANT, keys[:2])
-    tickets = steps.commit_many(commits_of(refs, TENANT, keys, [b"", *keys[:-1]]))
+    tickets = steps.commit_many(refs, TENANT, keys, [b"", *keys[:-1]])
     assert steps.wait(tickets, WAIT_S) == [Outcome.STORED] * 6
     request = daemon.next()
     [commits] = request.commits
