@@ -58,6 +58,9 @@ def expand(
     """
 
 def class_bytes(chunk_bytes: int) -> int: ...
+def addresses_of(views: list[memoryview]) -> NDArray[np.uint64]:
+    """Where their memory begins: theirs for as long as they are, and are not released. TypeError."""
+
 def slot_offset(slot: int, class_bytes: int, unit_bytes: int) -> int: ...
 def create_memfd(name: str, nbytes: int) -> int:
     """A memfd of mode 0600, not executable where the kernel can say so, close-on-exec. OSError on failure."""
@@ -159,6 +162,10 @@ class Copier:
     def remove_region(self, address: int) -> None:
         """Waits until no running job touches the region; queued jobs that do fail whole."""
 
+    def add_regions(self, addresses: NDArray[np.uint64], nbytes: int) -> None:
+        """Regions of one size; all of them, or none."""
+
+    def remove_regions(self, addresses: NDArray[np.uint64]) -> None: ...
     def submit(
         self,
         job: int,

@@ -8,8 +8,9 @@ slots is theirs together.
 A get copies first and compares generations after: bytes whose slot was handed out to somebody else meanwhile are never
 returned. A put makes a chunk visible only by a commit, sent after its copy's threads have fenced their stores. A round
 trip to the daemon takes a tenth of the time in which a batch of 128 MiB is copied, so a put has only one to wait for:
-the commits of its first part travel while the last one is copied, and a caller that puts batch after batch gets the
-next one's slots with the outcomes of this one.
+its commits are one message, and a caller that puts batch after batch gets the next one's slots with the outcomes of
+this one. On two cores, to commit a first part while the last one is copied was no quicker: the copy pays for the second
+message.
 
 If the daemon dies, calls in flight end with Unavailable (or with the bytes they had found: an instance's memory stays
 right as long as it is mapped) and the next call attaches again.
@@ -21,7 +22,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -173,7 +174,7 @@ class StoreClient:
         """
         keys = list(chunks)
         _require_keys(keys)
-        payloads = [_bytes_of(key, payload, self.chunk_bytes, writable=False) for key, payload in chunks.items()]
+        payloads = [_view_of(key, payload, self.chunk_bytes, writable=False) for key, payload in chunks.items()]
         connection = self._enter()
         try:
             return connection.put(connection.tenant(salt), keys, payloads)
@@ -206,7 +207,7 @@ class StoreClient:
         """As `get`, into writable buffers of `chunk_bytes`, copied by several threads, no allocation."""
         keys = list(buffers)
         _require_keys(keys)
-        targets = [_bytes_of(key, buffer, self.chunk_bytes, writable=True) for key, buffer in buffers.items()]
+        targets = [_view_of(key, buffer, self.chunk_bytes, writable=True) for key, buffer in buffers.items()]
         _require_apart(keys, targets)
         connection = self._enter()
         try:
@@ -330,7 +331,7 @@ class _Connection:
             _require_keys(keys)
             raise
 
-    def put(self, tenant: bytes, keys: list[bytes], payloads: list[NDArray[np.uint8]]) -> dict[bytes, PutOutcome]:
+    def put(self, tenant: bytes, keys: list[bytes], payloads: list[memoryview]) -> dict[bytes, PutOutcome]:
         outcomes: dict[bytes, PutOutcome] = dict.fromkeys(keys, _PRESENT)
         with self._put_turn:
             if self._table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
@@ -353,7 +354,7 @@ class _Connection:
         self,
         tenant: bytes,
         keys: list[bytes],
-        payloads: list[NDArray[np.uint8]],
+        payloads: list[memoryview],
         absent: list[int],
         refs: list[Ref],
         outcomes: dict[bytes, PutOutcome],
@@ -379,7 +380,7 @@ class _Connection:
             tickets += self._store(tenant, keys, payloads, batch, grants, later=len(rest) - len(batch) or ahead)
         # One use of each: its commit's, or else this touch's; then the whole chain, so that no parent is older.
         committed = set(absent[: len(tickets)])
-        if not again:
+        if not again and len(committed) < len(keys):
             self._steps.touch(tenant, [key for position, key in enumerate(keys) if position not in committed])
         if committed:
             self._steps.touch(tenant, keys, again=len(keys))
@@ -409,15 +410,15 @@ class _Connection:
         return copies
 
     def get_into(
-        self, tenant: bytes, keys: list[bytes], targets: list[NDArray[np.uint8]], timeout_s: float
+        self, tenant: bytes, keys: list[bytes], targets: list[memoryview], timeout_s: float
     ) -> dict[bytes, GetOutcome]:
         outcomes: dict[bytes, GetOutcome] = dict.fromkeys(keys, _MISS)
 
         def copy(positions: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> Sequence[int]:
             current = bytearray(b"\1") * len(positions)
             if positions:
-                addresses = [_address_of(targets[position]) for position in positions]
-                sources = [self._address(slot) for slot in slots.tolist()]
+                addresses = _native.addresses_of([targets[position] for position in positions])
+                sources = self._addresses(slots.tolist())
                 with self._lent(addresses):
                     job = self._submit(sources, addresses, slots=slots, generations=generations)
                     ended = self._ended_copy(job)
@@ -476,8 +477,9 @@ class _Connection:
     def _offset(self, slot: int) -> int:
         return _native.slot_offset(slot, self._class_bytes, self._unit_bytes)
 
-    def _address(self, slot: int) -> int:
-        return self._arena.address + self._offset(slot)
+    def _addresses(self, slots: Iterable[int]) -> NDArray[np.uint64]:
+        first = self._arena.address
+        return np.array([first + self._offset(slot) for slot in slots], np.uint64)
 
     def _refusal(self) -> PutOutcome:
         if self._steps.group.refused:
@@ -488,7 +490,7 @@ class _Connection:
         self,
         tenant: bytes,
         keys: list[bytes],
-        payloads: list[NDArray[np.uint8]],
+        payloads: list[memoryview],
         positions: list[int],
         grants: list[Ref],
         *,
@@ -499,20 +501,18 @@ class _Connection:
         """
         tickets: list[int] = []
         try:
-            addresses = [self._address(slot) for slot, _ in grants]
+            addresses = self._addresses(slot for slot, _ in grants)
             if self._class_bytes > self._chunk_bytes:
-                for address in addresses:
+                for address in addresses.tolist():
                     _native.fill(address + self._chunk_bytes, self._class_bytes - self._chunk_bytes, 0)
-            sources = [_address_of(payloads[position]) for position in positions]
+            sources = _native.addresses_of([payloads[position] for position in positions])
             with self._lent(sources):
-                if self._ended_copy(self._submit(sources, addresses)).failed:
+                job = self._submit(sources, addresses)
+                own = [keys[position] for position in positions]  # while the threads copy
+                parents = [keys[position - 1] if position else b"" for position in positions]
+                if self._ended_copy(job).failed:
                     raise Unavailable("the copy into the arena was ended by a close in another thread")
-                tickets += self._steps.commit_many(
-                    grants,
-                    tenant,
-                    [keys[position] for position in positions],
-                    [keys[position - 1] if position else b"" for position in positions],
-                )
+                tickets += self._steps.commit_many(grants, tenant, own, parents)
                 self._steps.want_grants(later, tails=grants[-1:])
         finally:
             if len(tickets) < len(grants):  # the copying threads have left these slots, whatever happened
@@ -522,23 +522,19 @@ class _Connection:
         return tickets
 
     @contextlib.contextmanager
-    def _lent(self, addresses: list[int]) -> Iterator[None]:
+    def _lent(self, addresses: NDArray[np.uint64]) -> Iterator[None]:
         """The caller's memory, where whole chunks begin, is ours only in here: leaving waits for the copies that run,
         and fails those that have not begun."""
-        added = 0
+        self._copier.add_regions(addresses, self._chunk_bytes)
         try:
-            for address in addresses:
-                self._copier.add_region(address, self._chunk_bytes)
-                added += 1
             yield
         finally:
-            for address in addresses[:added]:
-                self._copier.remove_region(address)
+            self._copier.remove_regions(addresses)
 
     def _submit(
         self,
-        sources: list[int],
-        destinations: list[int],
+        sources: NDArray[np.uint64],
+        destinations: NDArray[np.uint64],
         *,
         slots: NDArray[np.uint32] | None = None,
         generations: NDArray[np.uint64] | None = None,
@@ -547,8 +543,8 @@ class _Connection:
         job = next(self._jobs)
         self._copier.submit(
             job,
-            np.array(sources, np.uint64),
-            np.array(destinations, np.uint64),
+            sources,
+            destinations,
             np.full(len(sources), self._chunk_bytes, np.uint64),
             table=self._table if slots is not None else None,
             slots=slots,
@@ -574,7 +570,7 @@ def _require_keys(keys: Sequence[bytes]) -> None:
             raise BadKey(f"key {shown}: a key is the engine's hash, {KEY_BYTES_MIN} to {KEY_BYTES_MAX} bytes")
 
 
-def _bytes_of(key: bytes, buffer: "Buffer", chunk_bytes: int, *, writable: bool) -> NDArray[np.uint8]:
+def _view_of(key: bytes, buffer: "Buffer", chunk_bytes: int, *, writable: bool) -> memoryview:
     """The buffer's memory, not a copy. WrongSize."""
     view = memoryview(buffer)
     if view.nbytes != chunk_bytes or not view.contiguous or (writable and view.readonly):
@@ -585,20 +581,16 @@ def _bytes_of(key: bytes, buffer: "Buffer", chunk_bytes: int, *, writable: bool)
         if not view.contiguous:
             found = f"not contiguous, {found}"
         raise WrongSize(f"the buffer of key {key.hex()} must be {kind} and {chunk_bytes} bytes long; it is {found}")
-    return np.frombuffer(view, np.uint8)
+    return view
 
 
-def _require_apart(keys: Sequence[bytes], targets: Sequence[NDArray[np.uint8]]) -> None:
+def _require_apart(keys: Sequence[bytes], targets: list[memoryview]) -> None:
     """Two chunks in one memory would both be reported as loaded, and one of them be the other. WrongSize."""
-    ordered = sorted(zip(map(_address_of, targets), keys, targets, strict=True), key=lambda entry: entry[0])
+    addresses: list[int] = _native.addresses_of(targets).tolist()
+    ordered = sorted(zip(addresses, keys, targets, strict=True), key=lambda entry: entry[0])
     for (address, key, target), (next_address, next_key, _) in pairwise(ordered):
         if next_address < address + target.nbytes:
             raise WrongSize(
                 f"the buffers of keys {key.hex()} and {next_key.hex()} overlap by "
                 f"{address + target.nbytes - next_address} bytes; give each key memory of its own"
             )
-
-
-def _address_of(array: NDArray[np.uint8]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address

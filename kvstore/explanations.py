@@ -58,9 +58,12 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A chunk that was committed."""
+    """Chunks that were committed together."""
 
     group: str
+    namespace: bytes
+    tenant: bytes
+    keys: Sequence[bytes]
     at_ms: int
     memory_only: bool
 
@@ -77,9 +80,11 @@ class _Evictions:
 @dataclass(slots=True)
 class Explanations:
     _kept: OrderedDict[tuple[str, int], _Kept] = field(default_factory=OrderedDict)
-    # By how keys begin: what namespaces refused, and what was stored by namespace, tenant and key.
+    # By how keys begin: what namespaces refused.
     _refused: OrderedDict[bytes, dict[bytes, Refused]] = field(default_factory=OrderedDict)
-    _stored: OrderedDict[bytes, dict[tuple[bytes, bytes, bytes], Stored]] = field(default_factory=OrderedDict)
+    # As it came, and looked through when somebody asks: every commit of every engine comes by here.
+    _stored: deque[Stored] = field(default_factory=deque)
+    _keys_stored: int = 0  # in there
     _evictions: deque[_Evictions] = field(default_factory=lambda: deque(maxlen=EVICTIONS_KEPT))
     _removals: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=REMOVALS_KEPT))
     _counts: dict[tuple[str, str], _Count] = field(default_factory=dict)
@@ -137,15 +142,22 @@ class Explanations:
         balance.regret_s += max(0.0, decision.load_s - decision.saved_s)
 
     def stored(
-        self, group: str, namespace: bytes, tenant: bytes, key: bytes, now_ms: int, *, memory_only: bool = False
+        self,
+        group: str,
+        namespace: bytes,
+        tenant: bytes,
+        keys: Sequence[bytes],
+        now_ms: int,
+        *,
+        memory_only: bool = False,
     ) -> None:
-        """A chunk became visible. `memory_only`: its engine did not think it worth a write to disk."""
-        start = key[:REFUSED_PREFIX_BYTES]
-        kept = self._stored.setdefault(start, {})
-        self._stored.move_to_end(start)
-        kept[namespace, tenant, key] = Stored(group, now_ms, memory_only)
-        if len(self._stored) > KEYS_KEPT:
-            self._stored.popitem(last=False)
+        """Chunks became visible. `memory_only`: their engine did not think them worth a write to disk."""
+        if not keys:
+            return
+        self._stored.append(Stored(group, namespace, tenant, keys, now_ms, memory_only))
+        self._keys_stored += len(keys)
+        while self._keys_stored > KEYS_KEPT:
+            self._keys_stored -= len(self._stored.popleft().keys)
 
     def evicted(self, group: str, chunks: int, now_ms: int) -> None:
         """Chunks went from memory to make room for a group."""
@@ -178,9 +190,13 @@ class Explanations:
         fates: list[admin_pb2.KeyFate] = []
         known = set()
         start = key[:REFUSED_PREFIX_BYTES]
-        for (namespace, tenant, full), stored in self._stored.get(start, {}).items():
-            if not full.startswith(key):
-                continue
+        newest = {
+            (stored.namespace, stored.tenant, full): stored
+            for stored in self._stored
+            for full in stored.keys
+            if full.startswith(key)
+        }
+        for (namespace, tenant, full), stored in list(newest.items())[-EXPLAINED_MAX:]:
             known.add((namespace, tenant, full))
             events = [f"stored {_ago(stored.at_ms, now_ms)} by {stored.group}"]
             if stored.memory_only:

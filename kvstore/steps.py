@@ -16,11 +16,10 @@ held, and by what one call takes.
 """
 
 import enum
-import itertools
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -66,13 +65,19 @@ class Outcome(enum.IntEnum):
     NOT_GRANTED = store_pb2.OUTCOME_NOT_GRANTED
 
 
-class _Commit(NamedTuple):
-    ref: Ref
+_OUTCOMES = {outcome.value: outcome for outcome in Outcome}
+
+
+class _Batch(NamedTuple):
+    """Commits that travel together: an item of each list for each."""
+
     tenant: bytes
-    key: bytes
-    parent: bytes
-    ticket: int
-    memory_only: bool = False
+    memory_only: bool
+    slots: list[int]
+    generations: list[int]
+    keys: list[bytes]
+    parents: list[bytes]
+    tickets: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +118,11 @@ class Steps:
         self._stub = store_pb2_grpc.SessionsStub(session.channel)
         self._on_group = on_group
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        # Apart, so that what is waited for and what is to be sent do not wake each other's threads for nothing.
+        self._changed = threading.Condition(self._lock)  # answers, or the end: for callers and the receiver
+        self._to_send = threading.Condition(self._lock)  # for the sender
 
-        self._commits: deque[_Commit] = deque()
+        self._commits: deque[_Batch] = deque()
         self._aborts: deque[Ref] = deque()
         self._releases: deque[tuple[Ref, bool, bool]] = deque()
         self._leases: dict[Ref, None] = {}  # to be taken or renewed
@@ -182,7 +189,7 @@ class Steps:
         with self._lock:
             self._keeping_grants = keep
             self._grants_used_s = time.monotonic()
-            self._changed.notify_all()
+            self._to_send.notify_all()
 
     def return_grants(self) -> None:
         """Give back those that arrived and were not taken."""
@@ -214,25 +221,33 @@ class Steps:
             if self._operations >= QUEUED_OPERATIONS_MAX:
                 self._drop_touches()
             if self._operations >= QUEUED_OPERATIONS_MAX:
-                self._settle_ticket(self._tickets, Outcome.NOT_GRANTED)
+                self._settle_tickets([(self._tickets, Outcome.NOT_GRANTED)])
                 self._aborts.append((slot, generation))
             else:
-                self._commits.append(_Commit((slot, generation), tenant, key, parent, self._tickets, memory_only))
+                self._commit(slot, generation, tenant, key, parent, memory_only)
             self._operations += 1
             return self._tickets
 
-    def commit_many(self, refs: Sequence[Ref], tenant: bytes, keys: Sequence[bytes], parents: Sequence[bytes]) -> range:
+    def commit_many(
+        self, refs: Sequence[Ref], tenant: bytes, keys: Sequence[bytes], parents: Sequence[bytes]
+    ) -> list[int]:
         """As `commit`, for a caller that waits for the outcomes, which bounds the queue: a full one aborts none of
         them. Returns their tickets."""
         self._session.require_own_process()
         with self._lock:
-            tickets = range(self._tickets + 1, self._tickets + 1 + len(refs))
+            tickets = list(range(self._tickets + 1, self._tickets + 1 + len(refs)))
             self._tickets += len(refs)
             self._grants_used_s = time.monotonic()
             if self._accepting():
                 if self._operations + len(refs) > QUEUED_OPERATIONS_MAX:
                     self._drop_touches()
-                self._commits.extend(map(_Commit, refs, itertools.repeat(tenant), keys, parents, tickets))
+                for begin in range(0, len(refs), OPERATIONS_PER_STEP_MAX):
+                    part = slice(begin, begin + OPERATIONS_PER_STEP_MAX)
+                    slots, generations = map(list, zip(*refs[part], strict=True))
+                    batch = _Batch(
+                        tenant, False, slots, generations, list(keys[part]), list(parents[part]), tickets[part]
+                    )
+                    self._commits.append(batch)
                 self._operations += len(refs)
             return tickets
 
@@ -428,6 +443,7 @@ class Steps:
                     if not self._changed.wait(deadline_s - time.monotonic()):
                         break
             self._stream += 1  # the sender ends, which ends the stream
+            self._to_send.notify_all()
             self._changed.notify_all()
             call = self._call
         if threading.current_thread() is self._receiver:
@@ -458,7 +474,7 @@ class Steps:
     def _flush(self) -> None:
         if self._anything_queued():
             self._flushing = True
-            self._changed.notify_all()
+            self._to_send.notify_all()
 
     def _wait_until(self, happened: Callable[[], bool], timeout_s: float, what: str) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -485,6 +501,23 @@ class Steps:
         free = self._grants[kind]
         return [free.popleft() for _ in range(min(count, len(free)))]
 
+    def _commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes, memory_only: bool) -> None:
+        """Under the last ticket; with those queued last where it is of their kind."""
+        batch = self._commits[-1] if self._commits else None
+        if (
+            batch is None
+            or batch.tenant != tenant
+            or batch.memory_only is not memory_only
+            or len(batch.tickets) >= OPERATIONS_PER_STEP_MAX
+        ):
+            batch = _Batch(tenant, memory_only, [], [], [], [], [])
+            self._commits.append(batch)
+        batch.slots.append(slot)
+        batch.generations.append(generation)
+        batch.keys.append(key)
+        batch.parents.append(parent)
+        batch.tickets.append(self._tickets)
+
     def _abort(self, ref: Ref) -> None:
         self._aborts.append(ref)
         self._operations += 1
@@ -504,8 +537,8 @@ class Steps:
                 self._abort(ref)
             free.clear()
 
-    def _settle_ticket(self, ticket: int, outcome: Outcome) -> None:
-        self._outcomes[ticket] = outcome
+    def _settle_tickets(self, outcomes: Iterable[tuple[int, Outcome]]) -> None:
+        self._outcomes.update(outcomes)
         while len(self._outcomes) > OUTCOMES_KEPT:
             self._outcomes.popitem(last=False)
 
@@ -528,16 +561,15 @@ class Steps:
                 wake_s = self._on_time(time.monotonic())
                 if self._flushing and len(self._unanswered) < STEPS_UNANSWERED_MAX:
                     break
-                self._changed.wait(None if wake_s is None else max(0.0, wake_s - time.monotonic()))
+                self._to_send.wait(max(0.0, wake_s - time.monotonic()))
             request, tickets = self._message()
             self._unanswered[request.number] = _Unanswered(request, tickets, self._promotes_sent)
             self._flushing = self._anything_queued()
-            self._changed.notify_all()
             return request
 
-    def _on_time(self, now_s: float) -> float | None:
+    def _on_time(self, now_s: float) -> float:
         """Renew leases and give idle grants back when it is time. Returns when to look again."""
-        wakes: list[float] = []
+        wakes = [now_s + GRANTS_IDLE_S]  # a look now and then finds what arrived without a flush
         if self._held:
             if now_s >= self._renew_at_s:
                 for ref in self._held:
@@ -547,14 +579,13 @@ class Steps:
             wakes.append(self._renew_at_s)
         else:
             self._renew_at_s = now_s + RENEW_LEASES_S
-        # While nothing is held or granted, a look now and then finds what arrived without a flush.
         if any(self._grants.values()) and not self._keeping_grants:
             if now_s >= self._grants_used_s + GRANTS_IDLE_S:
                 self._return_grants()
                 self._flushing = True
             else:
                 wakes.append(self._grants_used_s + GRANTS_IDLE_S)
-        return min(wakes, default=now_s + GRANTS_IDLE_S)
+        return min(wakes)
 
     def _message(self) -> tuple[store_pb2.StepRequest, list[int]]:
         """One message of what is queued, as far as it fits."""
@@ -583,17 +614,21 @@ class Steps:
 
         room = OPERATIONS_PER_STEP_MAX
         tickets: list[int] = []
-        while self._commits and room:
-            commit = self._commits.popleft()
+        while self._commits and len(self._commits[0].tickets) <= room:
+            batch = self._commits.popleft()
             request.commits.add(
-                at=_slot_ref(commit.ref),
-                tenant=commit.tenant,
-                key=commit.key,
-                parent=commit.parent,
-                memory_only=commit.memory_only,
+                tenant=batch.tenant,
+                slots=batch.slots,
+                generations=batch.generations,
+                keys=batch.keys,
+                parents=batch.parents,
+                memory_only=batch.memory_only,
             )
-            tickets.append(commit.ticket)
-            room -= 1
+            tickets += batch.tickets
+            room -= len(batch.tickets)
+        unused = 0
+        if self._commits:  # what was queued after these stays behind them
+            room, unused = 0, room
         while self._aborts and room:
             request.aborts.append(_slot_ref(self._aborts.popleft()))
             room -= 1
@@ -623,7 +658,7 @@ class Steps:
             room -= len(chain.keys)
         # When none is left, also those that were dropped.
         self._promotes_sent = self._promotes[0][1] - 1 if self._promotes else self._promotes_asked
-        self._operations -= OPERATIONS_PER_STEP_MAX - room
+        self._operations -= OPERATIONS_PER_STEP_MAX - room - unused
         return request, tickets
 
     # -- the receiver ------------------------------------------------------------------------------------------------
@@ -645,7 +680,7 @@ class Steps:
                 failure = error_of(error)
             with self._lock:
                 self._stream += 1  # wakes and ends the sender of this stream
-                self._changed.notify_all()
+                self._to_send.notify_all()
                 if self._closing or self._failure is not None:
                     return
                 if failure is not None and not isinstance(failure, Unavailable):
@@ -661,10 +696,9 @@ class Steps:
             unanswered = self._unanswered.pop(reply.number, None)
             if unanswered is not None:
                 request = unanswered.request
-                outcomes = [Outcome(outcome) for outcome in reply.outcomes]
+                outcomes = [_OUTCOMES[outcome] for outcome in reply.outcomes]
                 outcomes += [Outcome.NOT_GRANTED] * (len(unanswered.tickets) - len(outcomes))
-                for ticket, outcome in zip(unanswered.tickets, outcomes, strict=True):
-                    self._settle_ticket(ticket, outcome)
+                self._settle_tickets(zip(unanswered.tickets, outcomes, strict=True))
                 self._promotes_answered = unanswered.promote
                 self._news.cpu_full, self._news.fs = reply.cpu_full, Room(reply.fs)
                 self._news.reads.extend((read.chunks, read.seconds) for read in reply.reads)
@@ -674,10 +708,12 @@ class Steps:
                     self._grants_coming[kind] -= wanted
                     if wanted:
                         self._grants_short[kind] = Outcome(grants.short)
-                    self._arrived(request, kind, [(at.slot, at.generation) for at in grants.slots])
+                    self._arrived(request, kind, list(zip(grants.slots, grants.generations, strict=True)))
             if reply.HasField("group"):
                 group = self.group = GroupState.of(reply.group)
             self._changed.notify_all()
+            if self._flushing:  # it may have waited for an answer
+                self._to_send.notify_all()
         if group is not None and self._on_group is not None:
             self._on_group(group)
 
@@ -724,6 +760,7 @@ class Steps:
         self._operations = 0
         self._probe, self._fresh, self._ping, self._flushing = None, False, False, False
         self._changed.notify_all()
+        self._to_send.notify_all()
 
 
 def _slot_ref(ref: Ref) -> store_pb2.SlotRef:

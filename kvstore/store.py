@@ -27,9 +27,9 @@ Invariants, each kept after every call:
 import json
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 from kvstore import limits
 from kvstore._native import STORED, Index, class_bytes
@@ -50,6 +50,8 @@ from kvstore.tenant import TENANT_ID_BYTES, tenant_id
 from kvstore.tiers.base import ChunkId
 from kvstore.tiers.cpu import CpuTier
 
+Ref = tuple[int, int]  # slot, generation
+
 TOKEN_BYTES = 32
 SEED_FIELD = "seed_fingerprint"
 CHUNK_BYTES_FIELD = "chunk_bytes"
@@ -57,6 +59,7 @@ EPOCH_FIELD = "epoch"
 CLIENT_GROUP_PREFIX = "client-"  # of the names that the daemon gives; nobody can join such a group
 GRANTED_SHARE_OF_ARENA = 4  # all groups together: a quarter
 
+_KEY_SIZES = frozenset(range(limits.KEY_BYTES_MIN, limits.KEY_BYTES_MAX + 1))
 _REJECTED_TIER_FULL = store_pb2.OUTCOME_REJECTED_TIER_FULL
 _REJECTED_ADMISSION = store_pb2.OUTCOME_REJECTED_ADMISSION
 ROLE_NAMES = {
@@ -108,7 +111,8 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    generation: int
+    """What is known of the slots that were granted together."""
+
     kind: Kind
     epoch: int  # of the group, when it was granted
 
@@ -125,7 +129,7 @@ class Group:
     refused: str = ""
     sessions: set[Session] = field(default_factory=set)  # connected
     processes: set[Session] = field(default_factory=set)  # of processes that have not ended, connected or not
-    granted: dict[int, Grant] = field(default_factory=dict)  # by slot
+    granted: dict[Ref, Grant] = field(default_factory=dict)
     # Reads from disk that nobody was told of: chunks, seconds.
     reads: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=limits.READS_UNTOLD_MAX))
 
@@ -149,9 +153,27 @@ class Group:
     def granted_bytes(self) -> int:
         return sum(kind.granted * kind.slot_bytes for kind in self.kinds)
 
-    def holds(self, slot: int, generation: int) -> bool:
-        grant = self.granted.get(slot)
-        return grant is not None and grant.generation == generation
+
+class _Batch(NamedTuple):
+    """One `Commits` of a message, read once: each look at a field of a message makes its items anew."""
+
+    tenant: bytes
+    refs: list[Ref]
+    keys: list[bytes]
+    parents: list[bytes]
+    memory_only: bool
+
+    @classmethod
+    def of(cls, commits: store_pb2.Commits) -> "_Batch":
+        """ProtocolError."""
+        slots, generations, keys, parents = commits.slots, commits.generations, commits.keys, commits.parents
+        if not len(slots) == len(generations) == len(keys) == len(parents):
+            raise ProtocolError(
+                f"commits of {len(slots)} slots, {len(generations)} generations, {len(keys)} keys and {len(parents)} "
+                "parents; each chunk has one of each"
+            )
+        refs = list(zip(slots, generations, strict=True))
+        return cls(commits.tenant, refs, list(keys), list(parents), commits.memory_only)
 
 
 @dataclass(slots=True)
@@ -341,15 +363,14 @@ class Store:
             )
         if 0 < request.number <= session.last_number:
             return session.replies.get(request.number) or store_pb2.StepReply(number=request.number)
-        _require_well_formed(request, session.last_number, len(group.kinds))
+        batches = [_Batch.of(commits) for commits in request.commits]
+        _require_well_formed(request, batches, session.last_number, len(group.kinds))
 
-        before = self.group_state(group)
-        if request.HasField("probe"):
-            self._probe(group, request.probe)
-        if request.fresh_namespace:
-            self._move_to_fresh_namespace(group)
         reply = store_pb2.StepReply(number=request.number)
-        reply.outcomes.extend(cast("list[store_pb2.Outcome]", self._commit(group, request.commits, now_ms)))
+        if request.HasField("probe") or request.fresh_namespace:
+            self._change_state(group, request, reply)
+        for batch in batches:
+            reply.outcomes.extend(cast("list[store_pb2.Outcome]", self._commit(group, batch, now_ms)))
         self._abort(group, [(at.slot, at.generation) for at in request.aborts])
         self._release(group, request.releases)
         if request.leases and not group.refused:
@@ -387,15 +408,23 @@ class Store:
             reply.fs = self._movement.room.value
         if any(request.grants_wanted):
             reply.grants.extend(self._grant_kinds(group, request.grants_wanted, request.tails, now_ms))
-        state = self.group_state(group)
-        if state != before:
-            reply.group.CopyFrom(state)
 
         session.last_number = request.number
         session.replies[request.number] = reply
         while len(session.replies) > limits.STEPS_UNANSWERED_MAX:
             session.replies.popitem(last=False)
         return reply
+
+    def _change_state(self, group: Group, request: store_pb2.StepRequest, reply: store_pb2.StepReply) -> None:
+        """What of a message may change the group's state; nothing else does."""
+        before = self.group_state(group)
+        if request.HasField("probe"):
+            self._probe(group, request.probe)
+        if request.fresh_namespace:
+            self._move_to_fresh_namespace(group)
+        state = self.group_state(group)
+        if state != before:
+            reply.group.CopyFrom(state)
 
     def _was_read(self, group_number: int, chunks: int, seconds: float) -> None:
         for group in self._groups.values():
@@ -667,86 +696,73 @@ class Store:
         evictions = self._index.stats()["evictions"]
         for kind, count in zip(group.kinds, wanted, strict=False):
             grants, short = self._grant(group, kind, count)
-            yield store_pb2.Grants(
-                slots=[store_pb2.SlotRef(slot=slot, generation=generation) for slot, generation in grants],
-                short=cast("store_pb2.Outcome", short),
-            )
+            slots, generations = zip(*grants, strict=True) if grants else ((), ())
+            yield store_pb2.Grants(slots=slots, generations=generations, short=cast("store_pb2.Outcome", short))
         self.explanations.evicted(group.name, self._index.stats()["evictions"] - evictions, now_ms)
         self._index.release(OWN_GROUP, kept)
 
-    def _grant(self, group: Group, kind: Kind, wanted: int) -> tuple[list[tuple[int, int]], int]:
+    def _grant(self, group: Group, kind: Kind, wanted: int) -> tuple[list[Ref], int]:
         """Up to `wanted` grants, and why there are fewer."""
         arena_bytes = self._tier.arena_bytes
         room = limits.grants_left(arena_bytes, kind.slot_bytes, held=kind.granted, held_bytes=group.granted_bytes())
         room = min(room, (arena_bytes // GRANTED_SHARE_OF_ARENA - self._granted_bytes) // kind.slot_bytes)
         count = min(wanted, max(room, 0 if kind.granted else 1))
         grants = self._index.grant(group.number, kind.chunk_bytes, count) if count > 0 else []
-        for slot, generation in grants:
-            group.granted[slot] = Grant(generation, kind, group.epoch)
+        group.granted.update(dict.fromkeys(grants, Grant(kind, group.epoch)))
         kind.granted += len(grants)
         self._granted_bytes += kind.slot_bytes * len(grants)
         if len(grants) == wanted:
             return grants, store_pb2.OUTCOME_UNSPECIFIED
         return grants, _REJECTED_TIER_FULL if len(grants) < count else store_pb2.OUTCOME_NOT_GRANTED
 
-    def _commit(self, group: Group, commits: Sequence[store_pb2.Commit], now_ms: int) -> list[int]:
-        outcomes: list[int] = [store_pb2.OUTCOME_NOT_GRANTED] * len(commits)
+    def _commit(self, group: Group, batch: "_Batch", now_ms: int) -> list[int]:
+        """The outcome of each chunk. Commits are most of what a step does: as little as can be is done for each."""
+        outcomes: list[int] = [store_pb2.OUTCOME_NOT_GRANTED] * len(batch.refs)
+        unsalted = self.require_cache_salt and batch.tenant == self._unsalted
         passed: dict[int, list[int]] = {}  # number of the kind -> positions
-        aborted: list[tuple[int, int]] = []
-        for position, commit in enumerate(commits):
-            at, tenant = commit.at, commit.tenant
-            slot, generation = at.slot, at.generation
-            grant = group.granted.get(slot)
-            if grant is None or grant.generation != generation:
+        for position, ref in enumerate(batch.refs):
+            # Out of `granted` at once: a second commit of the same reference in this message has no grant.
+            grant = group.granted.pop(ref, None)
+            if grant is None:
                 continue
-            if group.refused or grant.epoch != group.epoch:
-                aborted.append((slot, generation))
-            elif self.require_cache_salt and tenant == self._unsalted:
-                outcomes[position] = _REJECTED_ADMISSION
-                aborted.append((slot, generation))
-            else:
-                # Out of `granted` at once: a second commit of the same reference in this message has no grant.
-                self._no_longer_granted(group, slot)
+            if not unsalted and not group.refused and grant.epoch == group.epoch:
                 passed.setdefault(grant.kind.number, []).append(position)
+                continue
+            if not group.refused and grant.epoch == group.epoch:
+                outcomes[position] = _REJECTED_ADMISSION
+            self._no_longer_granted(grant.kind, 1)
+            self._index.abort(group.number, [ref])
         for number, positions in passed.items():
             kind = group.kinds[number]
-            chosen = [commits[position] for position in positions]
-            refs = [(commit.at.slot, commit.at.generation) for commit in chosen]
-            codes = self._index.commit(
-                group.number,
-                kind.namespace,
-                [(*ref, commit.tenant, commit.key, commit.parent) for ref, commit in zip(refs, chosen, strict=True)],
-                now_ms,
-            )
+            self._no_longer_granted(kind, len(positions))
+            commits = [(*batch.refs[at], batch.tenant, batch.keys[at], batch.parents[at]) for at in positions]
+            codes = self._index.commit(group.number, kind.namespace, commits, now_ms)
+            stored: list[int] = []
             for position, code in zip(positions, codes, strict=True):
                 outcomes[position] = code  # the numbers of wire and index agree; not granted: removed meanwhile
                 if code == STORED:
-                    self.counts.stores += 1
-                    commit = commits[position]
-                    self.explanations.stored(
-                        group.name, kind.namespace, commit.tenant, commit.key, now_ms, memory_only=commit.memory_only
-                    )
-                    if self._movement is not None:
-                        self._write_through(self._movement, kind, commits[position])
-        self._abort(group, aborted)
+                    stored.append(position)
+            self.counts.stores += len(stored)
+            keys = [batch.keys[position] for position in stored]
+            self.explanations.stored(
+                group.name, kind.namespace, batch.tenant, keys, now_ms, memory_only=batch.memory_only
+            )
+            if self._movement is not None:
+                for position, key in zip(stored, keys, strict=True):
+                    chunk = ChunkId(kind.namespace, batch.tenant, key)
+                    self._movement.stored(chunk, *batch.refs[position], kind.chunk_bytes, memory_only=batch.memory_only)
         return outcomes
 
-    def _write_through(self, movement: Movement, kind: Kind, commit: store_pb2.Commit) -> None:
-        chunk = ChunkId(kind.namespace, commit.tenant, commit.key)
-        at = commit.at
-        movement.stored(chunk, at.slot, at.generation, kind.chunk_bytes, memory_only=commit.memory_only)
-
-    def _abort(self, group: Group, refs: Sequence[tuple[int, int]]) -> None:
-        held = [ref for ref in refs if group.holds(*ref)]
-        for slot in {slot for slot, _ in held}:
-            self._no_longer_granted(group, slot)
+    def _abort(self, group: Group, refs: Iterable[Ref]) -> None:
+        held = [ref for ref in dict.fromkeys(refs) if ref in group.granted]
+        for ref in held:
+            self._no_longer_granted(group.granted.pop(ref).kind, 1)
         if held:
             self._index.abort(group.number, held)
 
-    def _no_longer_granted(self, group: Group, slot: int) -> None:
-        kind = group.granted.pop(slot).kind
-        kind.granted -= 1
-        self._granted_bytes -= kind.slot_bytes
+    def _no_longer_granted(self, kind: Kind, slots: int) -> None:
+        kind.granted -= slots
+        self._granted_bytes -= kind.slot_bytes * slots
 
     def _release(self, group: Group, releases: Sequence[store_pb2.Release]) -> None:
         if not releases:
@@ -764,7 +780,9 @@ def _namespaces_of(groups: Iterable[Group]) -> set[bytes]:
     return {kind.namespace for group in groups for kind in group.kinds}
 
 
-def require_keys(keys: Iterable[bytes]) -> None:
+def require_keys(keys: Collection[bytes]) -> None:
+    if _KEY_SIZES.issuperset(map(len, keys)):  # as usual; each message's keys come by here
+        return
     for key in keys:
         if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
             raise BadKey(
@@ -838,11 +856,13 @@ def _require_range(group: Group, rank: int, number: int, kind: store_pb2.Kind) -
         )
 
 
-def _require_well_formed(request: store_pb2.StepRequest, last_number: int, kinds: int) -> None:
+def _require_well_formed(
+    request: store_pb2.StepRequest, batches: Sequence[_Batch], last_number: int, kinds: int
+) -> None:
     if request.number != last_number + 1:
         raise ProtocolError(f"message number {request.number} after {last_number}")
     operations = (
-        len(request.commits)
+        sum(len(batch.keys) for batch in batches)
         + len(request.aborts)
         + len(request.leases)
         + len(request.releases)
@@ -861,14 +881,15 @@ def _require_well_formed(request: store_pb2.StepRequest, last_number: int, kinds
     if len(request.tails) > limits.TAILS_PER_STEP_MAX:
         raise LimitExceeded(f"{len(request.tails)} tails in one message; at most {limits.TAILS_PER_STEP_MAX}")
     chains = (*request.touches, *request.promotes)
-    for tenant in {commit.tenant for commit in request.commits} | {chain.tenant for chain in chains}:
+    for tenant in {batch.tenant for batch in batches} | {chain.tenant for chain in chains}:
         if len(tenant) != TENANT_ID_BYTES:
             raise ProtocolError(f"tenant {tenant.hex()} has {len(tenant)} bytes, not {TENANT_ID_BYTES}")
     named = max([len(request.grants_wanted), *(chain.kind + 1 for chain in chains)])
     if named > max(kinds, 1):  # a scheduler may ask before its workers have come
         raise ProtocolError(f"the message names kind {named - 1} of chunks, and the group has {kinds}")
-    require_keys([commit.key for commit in request.commits])
-    require_keys(filter(None, [commit.parent for commit in request.commits]))
+    for batch in batches:
+        require_keys(batch.keys)
+        require_keys([parent for parent in batch.parents if parent])
     for chain in chains:
         require_keys(chain.keys)
 

@@ -138,6 +138,15 @@ std::size_t check_equal(std::size_t one, std::size_t other, const char* what) {
     return one;
 }
 
+NumpyArray<std::uint64_t> addresses_of(const nb::list& views) {
+    auto addresses = std::make_unique<std::uint64_t[]>(views.size());
+    for (std::size_t i = 0; i < views.size(); ++i) {
+        if (!PyMemoryView_Check(views[i].ptr())) throw nb::type_error("addresses are those of memoryviews");
+        addresses[i] = reinterpret_cast<std::uint64_t>(PyMemoryView_GET_BUFFER(views[i].ptr())->buf);
+    }
+    return numpy_of(std::move(addresses), views.size());
+}
+
 // One row a piece, its fields in the order of `Piece`.
 using PieceArray = nb::ndarray<const std::uint64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 static_assert(sizeof(Piece) == 5 * sizeof(std::uint64_t));
@@ -293,6 +302,21 @@ struct PyCopier {
     void remove_region(std::uint64_t address) {
         nb::gil_scoped_release unlocked;
         copier->remove_region(address);
+    }
+    // All of them or none.
+    void add_regions(const Array<std::uint64_t>& addresses, std::uint64_t nbytes) {
+        const auto all = span_of(addresses);
+        std::size_t added = 0;
+        try {
+            for (; added < all.size(); ++added) copier->add_region(all[added], nbytes);
+        } catch (...) {
+            for (const std::uint64_t address : all.first(added)) copier->remove_region(address);
+            throw;
+        }
+    }
+    void remove_regions(const Array<std::uint64_t>& addresses) {
+        nb::gil_scoped_release unlocked;
+        for (const std::uint64_t address : span_of(addresses)) copier->remove_region(address);
     }
     void submit(std::uint64_t job, const Array<std::uint64_t>& sources, const Array<std::uint64_t>& destinations,
                 const Array<std::uint64_t>& sizes, const PyTable* table,
@@ -707,6 +731,7 @@ NB_MODULE(_native, m) {
     m.def("expand", &expanded, "pieces"_a.noconvert(), "together"_a, "block_ids"_a.noconvert(), "block_count"_a,
           "first"_a, "blocks_per_chunk"_a, "chunks"_a.noconvert(), "wanted"_a.noconvert().none());
     m.def("class_bytes", &class_bytes_of, "chunk_bytes"_a);
+    m.def("addresses_of", &addresses_of, "views"_a);
     m.def("slot_offset", &slot_offset, "slot"_a, "class_bytes"_a, "unit_bytes"_a);
     m.def("create_memfd", &create_memfd, "name"_a, "nbytes"_a);
     m.def("seal_arena", &seal_arena, "fd"_a);
@@ -773,6 +798,8 @@ NB_MODULE(_native, m) {
             },
             "address"_a, "nbytes"_a)
         .def("remove_region", &PyCopier::remove_region, "address"_a)
+        .def("add_regions", &PyCopier::add_regions, "addresses"_a.noconvert(), "nbytes"_a)
+        .def("remove_regions", &PyCopier::remove_regions, "addresses"_a.noconvert())
         .def("submit", &PyCopier::submit, "job"_a, "sources"_a.noconvert(), "destinations"_a.noconvert(),
              "sizes"_a.noconvert(), nb::kw_only(), "table"_a = nb::none(), "slots"_a.noconvert() = nb::none(),
              "generations"_a.noconvert() = nb::none())

@@ -244,21 +244,20 @@ def test_foreign_and_missing_grants_are_not_committed(daemon: Daemon, channel: g
     with Session.attach(daemon.endpoint, ATTACHMENT) as other:
         ask = store_pb2.StepRequest(number=1, instance_id=other.instance_id, grants_wanted=[1])
         [reply] = steps_of(channel, other, ask)
-        commits = [
-            store_pb2.Commit(at=at, tenant=session.tenant_id("s"), key=key(1))
-            for at in (
-                reply.grants[0].slots[0],
-                store_pb2.SlotRef(slot=0, generation=99),
-                store_pb2.SlotRef(slot=1 << 31),
-            )
-        ]
-        request = store_pb2.StepRequest(number=1, instance_id=session.instance_id, commits=commits)
+        [slot], [generation] = reply.grants[0].slots, reply.grants[0].generations
+        commits = store_pb2.Commits(
+            tenant=session.tenant_id("s"),
+            slots=[slot, 0, 1 << 31],
+            generations=[generation, 99, 0],
+            keys=[key(1)] * 3,
+            parents=[b""] * 3,
+        )
+        request = store_pb2.StepRequest(number=1, instance_id=session.instance_id, commits=[commits])
         [answer] = steps_of(channel, session, request)
         assert answer.outcomes == [store_pb2.OUTCOME_NOT_GRANTED] * 3
         assert daemon.tier()["chunks"] == 0
-        [reply] = steps_of(
-            channel, other, store_pb2.StepRequest(number=2, instance_id=other.instance_id, aborts=reply.grants[0].slots)
-        )
+        aborts = [store_pb2.SlotRef(slot=slot, generation=generation)]
+        steps_of(channel, other, store_pb2.StepRequest(number=2, instance_id=other.instance_id, aborts=aborts))
     daemon.assert_sound()
 
 
@@ -275,9 +274,11 @@ def test_keys_of_the_wrong_length_are_refused_by_both_ends(
             of_length = rf" of {len(bad)} bytes" if isinstance(bad, bytes) else ""
             with pytest.raises(BadKey, match=rf"{of_length}: a key is the engine's hash, 16 to 64 bytes"):
                 call()
-    commit = store_pb2.Commit(tenant=session.tenant_id("s"), key=b"k" * 65)
+    commits = store_pb2.Commits(
+        tenant=session.tenant_id("s"), slots=[0], generations=[99], keys=[b"k" * 65], parents=[b""]
+    )
     with pytest.raises(BadKey, match=r"key 6b6b.* has 65 bytes"):
-        steps_of(channel, session, store_pb2.StepRequest(number=1, instance_id=session.instance_id, commits=[commit]))
+        steps_of(channel, session, store_pb2.StepRequest(number=1, instance_id=session.instance_id, commits=[commits]))
     with pytest.raises(grpc.RpcError) as caught:
         store_pb2_grpc.ChunksStub(channel).Lookup(
             store_pb2.LookupRequest(namespace_id=bytes(16), tenant=bytes(16), keys=[b"k"]), metadata=session.metadata

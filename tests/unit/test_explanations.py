@@ -61,7 +61,7 @@ def test_what_was_kept_from_the_disk_is_counted_by_itself_and_its_key_says_so() 
     tell(known, decision, decision)
     counts = {(count.kind, count.reason): (count.decisions, count.refused_chunks) for count in known.counts()}
     assert counts == {("store", "WORTH_IT"): (1, 0), ("disk", "ADMISSION"): (1, 3)}
-    known.stored("engine", NAMESPACE, TENANT, KEY, 0, memory_only=True)
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 0, memory_only=True)
     [fate] = known.of_key(KEY, [], lambda *_: "cpu", 0)
     assert "not written to disk" in fate.events[1]
     assert fate.events[2] == "in the cpu tier now"
@@ -110,7 +110,7 @@ def test_a_key_that_was_refused_says_why_and_for_whom() -> None:
 def test_a_key_that_was_stored_says_by_whom_where_it_is_and_who_needed_room_since() -> None:
     known = Explanations()
     known.evicted("early", 5, now_ms=500)
-    known.stored("engine", NAMESPACE, TENANT, KEY, now_ms=1000)
+    known.stored("engine", NAMESPACE, TENANT, [KEY], now_ms=1000)
     [fate] = known.of_key(KEY[:8], [], lambda *_: "cpu", now_ms=2000)
     assert list(fate.events) == ["stored 1.0 s ago by engine", "in the cpu tier now"]
     assert (fate.namespace_id, fate.tenant_id) == (NAMESPACE, TENANT)
@@ -125,8 +125,8 @@ def test_a_key_that_was_stored_says_by_whom_where_it_is_and_who_needed_room_sinc
 
 def test_the_same_key_in_another_namespace_or_tenant_is_another_fate() -> None:
     known = Explanations()
-    known.stored("engine", NAMESPACE, TENANT, KEY, 0)
-    known.stored("engine", NAMESPACE, b"u" * 16, KEY, 0)
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 0)
+    known.stored("engine", NAMESPACE, b"u" * 16, [KEY], 0)
     places = [(b"m" * 16, TENANT), (NAMESPACE, TENANT)]
     fates = known.of_key(KEY, places, lambda *_: "fs", 0)
     assert {(fate.namespace_id, fate.tenant_id) for fate in fates} == {
@@ -146,6 +146,7 @@ def test_all_of_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         tell(known, decision)
         decision.load_s = decision.first_token_s = 1.0
         tell(known, decision)
-        known.stored("engine", NAMESPACE, TENANT, key, 0)
+        known.stored("engine", NAMESPACE, TENANT, [key], 0)
+        known.stored("engine", NAMESPACE, TENANT, [], 0)
     sizes = [len(kept) for kept in (known._kept, known._refused, known._stored, known._counts, known._balances)]
     assert sizes == [8] * 5

@@ -143,6 +143,26 @@ def test_a_removed_region_can_not_be_copied_to(copier: _native.Copier) -> None:
         copier.remove_region(buffers.target.ctypes.data)
 
 
+def test_regions_of_one_size_are_added_and_removed_together_or_not_at_all(copier: _native.Copier) -> None:
+    views = [memoryview(bytearray(100)) for _ in range(3)]
+    addresses = _native.addresses_of(views)
+    assert addresses.tolist() == [np.frombuffer(view, np.uint8).ctypes.data for view in views]
+    with pytest.raises(ValueError, match="a region of 100 bytes at 0"):
+        copier.add_regions(np.append(addresses, np.uint64(0)), 100)
+    with pytest.raises(ValueError, match="not inside a region"):
+        copier.submit(1, addresses[:1], addresses[1:2], _array(100))
+    copier.add_regions(addresses, 100)
+    views[0][:] = bytes(range(100))
+    copier.submit(1, addresses[:1], addresses[1:2], _array(100))
+    assert copier.wait([1], WAIT_S)
+    assert views[1] == views[0]
+    copier.remove_regions(addresses)
+    with pytest.raises(ValueError, match="not inside a region"):
+        copier.submit(2, addresses[:1], addresses[1:2], _array(100))
+    with pytest.raises(TypeError, match="memoryviews"):
+        _native.addresses_of([b"not a view"])  # type: ignore[list-item]
+
+
 def test_a_region_added_twice_stays_until_it_is_removed_twice(copier: _native.Copier) -> None:
     buffers = Buffers(copier, 1000)
     copier.add_region(buffers.target.ctypes.data, 1000)

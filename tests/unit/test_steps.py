@@ -26,12 +26,10 @@ Answer = Callable[[store_pb2.StepRequest], store_pb2.StepReply | None]  # None: 
 def grant_all(request: store_pb2.StepRequest) -> store_pb2.StepReply:
     """Slot numbers begin at 100 times the kind's."""
     grants = [
-        store_pb2.Grants(
-            slots=[store_pb2.SlotRef(slot=100 * kind + i, generation=request.number) for i in range(wanted)]
-        )
+        store_pb2.Grants(slots=range(100 * kind, 100 * kind + wanted), generations=[request.number] * wanted)
         for kind, wanted in enumerate(request.grants_wanted)
     ]
-    stored = [store_pb2.OUTCOME_STORED] * len(request.commits)
+    stored = [store_pb2.OUTCOME_STORED for commits in request.commits for _ in commits.keys]
     return store_pb2.StepReply(number=request.number, grants=grants, outcomes=stored)
 
 
@@ -122,8 +120,8 @@ def test_everything_queued_goes_in_one_message_at_the_flush(daemon: FakeDaemon, 
     request = daemon.next()
     assert steps.wait([ticket], WAIT_S) == [Outcome.STORED]
     assert (request.number, request.instance_id, request.grants_wanted, request.misses) == (1, b"i" * 16, [2], 9)
-    [commit] = request.commits
-    assert (commit.at.slot, commit.at.generation, commit.key, commit.memory_only) == (1, 2, key(1), True)
+    [commits] = request.commits
+    assert (commits.slots, commits.generations, commits.keys, commits.memory_only) == ([1], [2], [key(1)], True)
     assert [(at.slot, at.generation) for at in (*request.aborts, *request.leases)] == [(3, 4), (5, 6)]
     assert [(release.at.slot, release.loaded) for release in request.releases] == [(7, True)]
     assert [list(chain.keys) for chain in request.touches] == [[key(1), key(2)]]
@@ -145,6 +143,37 @@ def test_many_operations_are_split_and_a_chain_is_touched_tail_first(daemon: Fak
     assert [request.number for request in requests] == list(range(1, len(requests) + 1))
 
 
+def test_commits_travel_in_order_together_with_those_of_their_tenant_as_far_as_a_message_takes_them(
+    daemon: FakeDaemon, steps: Steps
+) -> None:
+    def answer(request: store_pb2.StepRequest) -> store_pb2.StepReply:
+        slots = [slot for commits in request.commits for slot in commits.slots]
+        outcomes = [store_pb2.OUTCOME_PRESENT if slot % 3 == 0 else store_pb2.OUTCOME_STORED for slot in slots]
+        return store_pb2.StepReply(number=request.number, outcomes=outcomes)
+
+    daemon.answer = answer
+    count = OPERATIONS_PER_STEP_MAX + 3
+    keys, other = [key(slot) for slot in range(count)], b"u" * 16
+    tickets = [steps.commit(slot, 1, TENANT, keys[slot], b"") for slot in range(2)]
+    tickets += [steps.commit(slot, 1, other, keys[slot], b"") for slot in range(2, 4)]
+    tickets += [steps.commit(4, 1, other, keys[4], keys[3], memory_only=True)]
+    tickets += steps.commit_many([(slot, 1) for slot in range(5, count)], TENANT, keys[5:], keys[4:-1])
+    steps.abort(count, 1)
+    outcomes = steps.wait(tickets, WAIT_S)
+    assert outcomes == [Outcome.PRESENT if slot % 3 == 0 else Outcome.STORED for slot in range(count)]
+    first, second = daemon.next(), daemon.next()
+    sent = [*first.commits, *second.commits]
+    assert [(commits.tenant, len(commits.slots), commits.memory_only) for commits in sent] == [
+        (TENANT, 2, False), (other, 2, False), (other, 1, True), (TENANT, OPERATIONS_PER_STEP_MAX - 2, False),
+    ]  # fmt: skip
+    assert len(first.commits) == 3  # what does not fit goes whole with the next, and the rest behind it
+    assert [len(request.aborts) for request in (first, second)] == [0, 1]
+    assert not steps.unsent
+    assert steps._operations == 0
+    assert [slot for commits in sent for slot in commits.slots] == list(range(count))
+    assert [parent for commits in sent for parent in commits.parents] == [b"", b"", b"", b"", *keys[3:-1]]
+
+
 def test_after_a_broken_stream_the_unanswered_are_sent_again_under_their_numbers(
     daemon: FakeDaemon, steps: Steps
 ) -> None:
@@ -161,7 +190,11 @@ def test_after_a_broken_stream_the_unanswered_are_sent_again_under_their_numbers
     assert first.number == 1
 
 
-def test_no_more_messages_than_the_daemon_remembers_are_unanswered(daemon: FakeDaemon, steps: Steps) -> None:
+def test_no_more_messages_than_the_daemon_remembers_are_unanswered(
+    daemon: FakeDaemon, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "GRANTS_IDLE_S", 1000)  # the sender does not look by itself
+    steps = Steps(session)  # type: ignore[arg-type]
     daemon.go_on.clear()
     for slot in range(OPERATIONS_PER_STEP_MAX * (STEPS_UNANSWERED_MAX + 2)):
         steps.abort(slot, 1)
@@ -174,6 +207,7 @@ def test_no_more_messages_than_the_daemon_remembers_are_unanswered(daemon: FakeD
     daemon.go_on.set()
     steps.settle(WAIT_S)
     assert not steps.unsent
+    steps.close()
 
 
 def test_a_lost_session_drops_everything_and_ends_every_wait(
@@ -205,8 +239,13 @@ def test_a_message_that_the_daemon_refuses_is_not_sent_for_ever(daemon: FakeDaem
     assert daemon.received.qsize() == 1
 
 
-def test_grants_nobody_uses_go_back(daemon: FakeDaemon, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("leased", [False, True])
+def test_grants_nobody_uses_go_back(
+    daemon: FakeDaemon, steps: Steps, monkeypatch: pytest.MonkeyPatch, leased: bool
+) -> None:
     monkeypatch.setattr(steps_module, "GRANTS_IDLE_S", 0.05)
+    if leased:  # a lease is renewed less often than grants may lie idle
+        steps.lease(7, 8)
     assert len(steps.wait_grants(3, WAIT_S)) == 3  # these are the caller's now
     daemon.next()
     steps.want_grants(2)
@@ -278,8 +317,9 @@ def test_a_full_queue_aborts_no_commit_that_somebody_waits_for(
     tickets = steps.commit_many(refs, TENANT, keys, [b"", *keys[:-1]])
     assert steps.wait(tickets, WAIT_S) == [Outcome.STORED] * 6
     request = daemon.next()
-    assert [commit.at.slot for commit in request.commits] == list(range(6))
-    assert [commit.parent for commit in request.commits] == [b"", *keys[:-1]]
+    [commits] = request.commits
+    assert list(commits.slots) == list(range(6))
+    assert list(commits.parents) == [b"", *keys[:-1]]
     assert list(request.touches) == []
 
 

@@ -102,11 +102,31 @@ def step(store: Store, session: Session, number: int | None = None, now_ms: int 
 
 
 def grants(store: Store, session: Session, count: int) -> list[store_pb2.SlotRef]:
-    return list(step(store, session, grants_wanted=[count]).grants[0].slots)
+    return slots_of(step(store, session, grants_wanted=[count]).grants[0])
 
 
-def commit(at: store_pb2.SlotRef, name: int, tenant: bytes = TENANT) -> store_pb2.Commit:
-    return store_pb2.Commit(at=at, tenant=tenant, key=key(name))
+def slots_of(grants: store_pb2.Grants) -> list[store_pb2.SlotRef]:
+    places = zip(grants.slots, grants.generations, strict=True)
+    return [store_pb2.SlotRef(slot=slot, generation=generation) for slot, generation in places]
+
+
+def commit(at: store_pb2.SlotRef, name: int, tenant: bytes = TENANT) -> store_pb2.Commits:
+    return commits({name: at}, tenant)
+
+
+def commits(chunks: dict[int, store_pb2.SlotRef], tenant: bytes = TENANT) -> store_pb2.Commits:
+    return store_pb2.Commits(
+        tenant=tenant,
+        slots=[at.slot for at in chunks.values()],
+        generations=[at.generation for at in chunks.values()],
+        keys=[key(name) for name in chunks],
+        parents=[b"" for _ in chunks],
+    )
+
+
+def one_commit(tenant: bytes = TENANT, key: bytes = bytes(32), parent: bytes = b"") -> store_pb2.Commits:
+    """To a slot that nobody was granted."""
+    return store_pb2.Commits(tenant=tenant, slots=[0], generations=[99], keys=[key], parents=[parent])
 
 
 def key(name: int) -> bytes:
@@ -281,7 +301,7 @@ def test_a_commit_makes_a_chunk_visible_once(store: Store) -> None:
     session = attach(store)
     [at] = grants(store, session, 1)
     assert found(store, session, 1) == MISS
-    reply = step(store, session, commits=[commit(at, 1), commit(at, 1), commit(at, 2)])
+    reply = step(store, session, commits=[commits({1: at, 2: at}), commit(at, 1)])
     assert reply.outcomes == [
         store_pb2.OUTCOME_STORED, store_pb2.OUTCOME_NOT_GRANTED, store_pb2.OUTCOME_NOT_GRANTED,
     ]  # fmt: skip
@@ -339,10 +359,16 @@ def test_a_message_is_never_skipped(store: Store) -> None:
     [
         ({"instance_id": b"j" * 16}, Unavailable, f"instance {(b'j' * 16).hex()} and this daemon is {INSTANCE.hex()}"),
         ({"instance_id": b""}, Unavailable, r"instance \(none\)"),
-        ({"commits": [store_pb2.Commit(tenant=TENANT, key=b"k" * 15)]}, BadKey, r"has 15 bytes; .* 16 to 64 bytes"),
-        ({"commits": [store_pb2.Commit(tenant=TENANT, key=b"k" * 65)]}, BadKey, r"has 65 bytes"),
-        ({"commits": [store_pb2.Commit(tenant=TENANT, key=key(1), parent=b"p")]}, BadKey, r"has 1 bytes"),
-        ({"commits": [store_pb2.Commit(tenant=b"t", key=key(1))]}, ProtocolError, r"tenant 74 has 1 bytes, not 16"),
+        ({"commits": [one_commit(key=b"k" * 15)]}, BadKey, r"has 15 bytes; .* 16 to 64 bytes"),
+        ({"commits": [one_commit(key=b"k" * 65)]}, BadKey, r"has 65 bytes"),
+        ({"commits": [one_commit(parent=b"p")]}, BadKey, r"has 1 bytes"),
+        ({"commits": [one_commit(b"t")]}, ProtocolError, r"tenant 74 has 1 bytes, not 16"),
+        (
+            {"commits": [store_pb2.Commits(tenant=TENANT, slots=[0, 1], generations=[9], keys=[key(1)] * 2)]},
+            ProtocolError,
+            "commits of 2 slots, 1 generations, 2 keys and 0 parents",
+        ),
+        ({"commits": [one_commit()] * 257}, LimitExceeded, r"257 operations in one message; at most 256"),
         ({"touches": [store_pb2.Chain(tenant=TENANT, keys=[b""])]}, BadKey, r"has 0 bytes"),
         ({"aborts": [store_pb2.SlotRef()] * 257}, LimitExceeded, r"257 operations in one message; at most 256"),
     ],
@@ -424,7 +450,7 @@ def test_one_group_may_always_hold_64_slots_and_in_a_small_arena_no_more() -> No
     session = attach(store)
     reply = step(store, session, grants_wanted=[100])
     assert (len(reply.grants[0].slots), reply.grants[0].short) == (64, store_pb2.OUTCOME_NOT_GRANTED)
-    reply = step(store, session, aborts=reply.grants[0].slots[:10], grants_wanted=[20])
+    reply = step(store, session, aborts=slots_of(reply.grants[0])[:10], grants_wanted=[20])
     assert len(reply.grants[0].slots) == 10
 
 

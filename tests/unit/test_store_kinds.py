@@ -9,7 +9,19 @@ from kvstore.errors import LimitExceeded, NamespaceMismatch, ProtocolError
 from kvstore.namespace import digest, seed_fingerprint
 from kvstore.rpc.v1 import store_pb2
 from kvstore.store import Session, Store
-from tests.unit.test_store import SCHEDULER, TENANT, WORKER, commit, document, key, make_store, operations, step
+from tests.unit.test_store import (
+    SCHEDULER,
+    TENANT,
+    WORKER,
+    commit,
+    commits,
+    document,
+    key,
+    make_store,
+    operations,
+    slots_of,
+    step,
+)
 
 SIZES = (4096, 3 * 4096)  # of chunks
 HALVES = tuple(size // 2 for size in SIZES)
@@ -72,8 +84,8 @@ def test_the_scheduler_learns_namespace_and_size_of_each_kind(store: Store, sche
 def test_a_commit_belongs_to_the_kind_that_its_slot_was_granted_for(store: Store, scheduler: Session) -> None:
     reply = step(store, scheduler, grants_wanted=[2, 1])
     assert [len(grants.slots) for grants in reply.grants] == [2, 1]
-    [first, second], [third] = reply.grants[0].slots, reply.grants[1].slots
-    reply = step(store, scheduler, commits=[commit(third, 7), commit(first, 8), commit(second, 7)])
+    [first, second], [third] = map(slots_of, reply.grants)
+    reply = step(store, scheduler, commits=[commits({7: third, 8: first}), commit(second, 7)])
     assert list(reply.outcomes) == [store_pb2.OUTCOME_STORED] * 3
     assert [found(store, scheduler, kind, name) for kind, name in [(0, 7), (0, 8), (1, 7), (1, 8)]] == [1, 1, 1, 0]
 
@@ -81,7 +93,7 @@ def test_a_commit_belongs_to_the_kind_that_its_slot_was_granted_for(store: Store
 def test_grants_of_one_kind_only(store: Store, scheduler: Session) -> None:
     reply = step(store, scheduler, grants_wanted=[0, 2])
     assert [(len(grants.slots), grants.short) for grants in reply.grants] == [(0, 0), (2, 0)]
-    step(store, scheduler, aborts=reply.grants[1].slots)
+    step(store, scheduler, aborts=slots_of(reply.grants[1]))
     assert operations(store).stats(0).tiers[0].granted_bytes == 0
 
 
@@ -158,7 +170,7 @@ def test_a_scheduler_without_workers_yet_is_answered_not_granted(store: Store) -
 
 def test_a_move_to_fresh_namespaces_moves_every_kind(store: Store, scheduler: Session) -> None:
     reply = step(store, scheduler, grants_wanted=[1, 2])
-    [one], [two, running] = reply.grants[0].slots, reply.grants[1].slots
+    [one], [two, running] = map(slots_of, reply.grants)
     step(store, scheduler, commits=[commit(one, 1), commit(two, 1)])
     before = {kind.namespace_id for kind in store.group_state(scheduler.group).kinds}
     reply = step(store, scheduler, fresh_namespace=True, commits=[commit(running, 2)])

@@ -124,19 +124,21 @@ class SlotRef(_message.Message):
     generation: int
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
-class Commit(_message.Message):
-    __slots__ = ("at", "tenant", "key", "parent", "memory_only")
-    AT_FIELD_NUMBER: _ClassVar[int]
+class Commits(_message.Message):
+    __slots__ = ("tenant", "slots", "generations", "keys", "parents", "memory_only")
     TENANT_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    PARENT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
-    at: SlotRef
     tenant: bytes
-    key: bytes
-    parent: bytes
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    parents: _containers.RepeatedScalarFieldContainer[bytes]
     memory_only: bool
-    def __init__(self, at: _Optional[_Union[SlotRef, _Mapping]] = ..., tenant: _Optional[bytes] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., memory_only: bool = ...) -> None: ...
+    def __init__(self, tenant: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., keys: _Optional[_Iterable[bytes]] = ..., parents: _Optional[_Iterable[bytes]] = ..., memory_only: bool = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("at", "loaded", "promoted")
@@ -276,7 +278,7 @@ class StepRequest(_message.Message):
     number: int
     instance_id: bytes
     grants_wanted: _containers.RepeatedScalarFieldContainer[int]
-    commits: _containers.RepeatedCompositeFieldContainer[Commit]
+    commits: _containers.RepeatedCompositeFieldContainer[Commits]
     aborts: _containers.RepeatedCompositeFieldContainer[SlotRef]
     leases: _containers.RepeatedCompositeFieldContainer[SlotRef]
     releases: _containers.RepeatedCompositeFieldContainer[Release]
@@ -290,15 +292,17 @@ class StepRequest(_message.Message):
     learned: _containers.RepeatedCompositeFieldContainer[Learned]
     learned_wanted: bool
     tails: _containers.RepeatedCompositeFieldContainer[SlotRef]
-    def __init__(self, number: _Optional[int] = ..., instance_id: _Optional[bytes] = ..., grants_wanted: _Optional[_Iterable[int]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., touches: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., misses: _Optional[int] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., fresh_namespace: bool = ..., promotes: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., learning: _Optional[str] = ..., learned: _Optional[_Iterable[_Union[Learned, _Mapping]]] = ..., learned_wanted: bool = ..., tails: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., instance_id: _Optional[bytes] = ..., grants_wanted: _Optional[_Iterable[int]] = ..., commits: _Optional[_Iterable[_Union[Commits, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., touches: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., misses: _Optional[int] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., fresh_namespace: bool = ..., promotes: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., learning: _Optional[str] = ..., learned: _Optional[_Iterable[_Union[Learned, _Mapping]]] = ..., learned_wanted: bool = ..., tails: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ...) -> None: ...
 
 class Grants(_message.Message):
-    __slots__ = ("slots", "short")
+    __slots__ = ("slots", "generations", "short")
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     SHORT_FIELD_NUMBER: _ClassVar[int]
-    slots: _containers.RepeatedCompositeFieldContainer[SlotRef]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
     short: Outcome
-    def __init__(self, slots: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., short: _Optional[_Union[Outcome, str]] = ...) -> None: ...
+    def __init__(self, slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., short: _Optional[_Union[Outcome, str]] = ...) -> None: ...
 
 class StepReply(_message.Message):
     __slots__ = ("number", "grants", "outcomes", "group", "reads", "learned", "cpu_full", "fs")
