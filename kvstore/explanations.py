@@ -80,10 +80,10 @@ class _Evictions:
 @dataclass(slots=True)
 class Explanations:
     _kept: OrderedDict[tuple[str, int], _Kept] = field(default_factory=OrderedDict)
-    # By how keys begin: what namespaces refused.
+    # By how keys begin: what namespaces refused, and what was stored, oldest first.
     _refused: OrderedDict[bytes, dict[bytes, Refused]] = field(default_factory=OrderedDict)
-    # As it came, and looked through when somebody asks: every commit of every engine comes by here.
-    _stored: deque[Stored] = field(default_factory=deque)
+    _stored_with: dict[bytes, list[Stored]] = field(default_factory=dict)
+    _stored: deque[Stored] = field(default_factory=deque)  # the same as it came
     _keys_stored: int = 0  # in there
     _evictions: deque[_Evictions] = field(default_factory=lambda: deque(maxlen=EVICTIONS_KEPT))
     _removals: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=REMOVALS_KEPT))
@@ -154,10 +154,20 @@ class Explanations:
         """Chunks became visible. `memory_only`: their engine did not think them worth a write to disk."""
         if not keys:
             return
-        self._stored.append(Stored(group, namespace, tenant, keys, now_ms, memory_only))
+        stored = Stored(group, namespace, tenant, keys, now_ms, memory_only)
+        self._stored.append(stored)
         self._keys_stored += len(keys)
+        for key in keys:
+            self._stored_with.setdefault(key[:REFUSED_PREFIX_BYTES], []).append(stored)
         while self._keys_stored > KEYS_KEPT:
-            self._keys_stored -= len(self._stored.popleft().keys)
+            oldest = self._stored.popleft()
+            self._keys_stored -= len(oldest.keys)
+            for key in oldest.keys:
+                start = key[:REFUSED_PREFIX_BYTES]
+                if len(self._stored_with[start]) == 1:
+                    del self._stored_with[start]
+                else:
+                    del self._stored_with[start][0]
 
     def evicted(self, group: str, chunks: int, now_ms: int) -> None:
         """Chunks went from memory to make room for a group."""
@@ -192,7 +202,7 @@ class Explanations:
         start = key[:REFUSED_PREFIX_BYTES]
         newest = {
             (stored.namespace, stored.tenant, full): stored
-            for stored in self._stored
+            for stored in self._stored_with.get(start, ())
             for full in stored.keys
             if full.startswith(key)
         }
