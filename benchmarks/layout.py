@@ -9,7 +9,7 @@ fragments through the copy threads, beside as many bytes in pieces of 1 MiB the 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -135,8 +135,7 @@ def _copies(name: str, geometry: Geometry, tp: int, blocks: int) -> list[Result]
         begins = np.arange(0, plan.nbytes, PLAIN_BYTES, dtype=np.uint64)
         sizes = np.minimum(np.uint64(PLAIN_BYTES), np.uint64(plan.nbytes) - begins)
         plain = (begins + sources.min(), begins + targets.min(), sizes)
-        # Neighbours are compared, each first in turn: what else the machine does then changes both, and who copies
-        # second finds some of the source in a cache.
+        # Each first in turn: who copies second finds some of the source in a cache.
         jobs = [("fragments", (sources, targets, plan.sizes)), ("plain", plain)]
         rates: dict[str, list[float]] = {"fragments": [], "plain": []}
         for number in range(COPY_ROUNDS):
@@ -145,10 +144,8 @@ def _copies(name: str, geometry: Geometry, tp: int, blocks: int) -> list[Result]
                 run(*job)
                 if number:
                     rates[key].append(plan.nbytes / (time.perf_counter() - begin) / 1e9)
-        ratios = [ours / theirs for ours, theirs in zip(rates["fragments"], rates["plain"], strict=True)]
-        mean = plan.nbytes // len(plan.sizes)
-        result = Result.of(f"{name}: {what} in fragments of {mean} bytes", rates["fragments"], "GB/s", rates["plain"])
-        return replace(result, ratio=round(statistics.median(ratios), 4))
+        title = f"{name}: {what} in fragments of {plan.nbytes // len(plan.sizes)} bytes"
+        return Result.of_pairs(title, rates["fragments"], "GB/s", rates["plain"])
 
     results = [
         against_plain("store", stored, stored.device, stored.arena),

@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -26,6 +26,13 @@ class Result:
     def of(cls, name: str, values: Sequence[float], unit: str, limits: Sequence[float]) -> "Result":
         value, limit = statistics.median(values), statistics.median(limits)
         return cls(name, round(value, 4), unit, round(limit, 4), round(value / limit, 4), spread(values))
+
+    @classmethod
+    def of_pairs(cls, name: str, values: Sequence[float], unit: str, limits: Sequence[float]) -> "Result":
+        """As `of`, but the ratio is the median of those of each value and the limit measured beside it: whatever else
+        the machine did then changed both."""
+        ratios = [value / limit for value, limit in zip(values, limits, strict=True)]
+        return replace(cls.of(name, values, unit, limits), ratio=round(statistics.median(ratios), 4))
 
 
 def spread(values: Sequence[float]) -> str:
