@@ -479,9 +479,10 @@ class Index:
 
     def stats(self) -> dict[str, int]:
         """used_bytes granted_bytes pinned_bytes io_bytes chunks grants leases evictions unwritten_evictions ghosts
-        removals entries entries_max scopes tenants poison_commits digest_collisions. `unwritten_evictions`: of chunks
-        that no lower tier had. `ghosts`: chunks that are gone, but whose uses are remembered. `entries_max` counts
-        every place of the table; an insert can fail before. `scopes`: pairs of namespace and tenant."""
+        removals entries entries_max chunks_max scopes tenants poison_commits digest_collisions.
+        `unwritten_evictions`: of chunks that no lower tier had. `ghosts`: chunks that are gone, but whose uses are
+        remembered. `entries_max` counts every place of the table; an insert can fail before. `chunks_max`: beyond so
+        many chunks and grants, a grant evicts. `scopes`: pairs of namespace and tenant."""
 
     def problems(self) -> list[str]:
         """Every invariant that does not hold, a sentence each: both parts below."""

@@ -4,7 +4,7 @@ An engine sends a decision when it is made and again, under the same number, whe
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.costmodel import Alternative
@@ -24,6 +24,18 @@ class Room(enum.IntEnum):
     @classmethod
     def _missing_(cls, value: object) -> "Room":  # noqa: ARG003 - a newer daemon's
         return cls.NOT_ASKED
+
+
+def is_full(index: Mapping[str, int], slot_bytes: int, capacity_bytes: int) -> bool:
+    """Whether a chunk that is stored next displaces one: the arena, or the table, has no room beside what is there.
+
+    `index`: the figures of a native index. The disk, of which slabs and catalog take their share as they need it, is
+    full in the same sense once it has evicted (`Movement.room`).
+    """
+    return (
+        index["used_bytes"] + index["granted_bytes"] + slot_bytes > capacity_bytes
+        or index["chunks"] + index["grants"] >= index["chunks_max"]
+    )
 
 
 @dataclass(slots=True, eq=False)

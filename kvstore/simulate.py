@@ -14,8 +14,9 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvstore import _native
 from kvstore._native import CPU, FS, MISS
 from kvstore.admission import Admission, Hit, Mode, Priors, leading
 from kvstore.costmodel import KVSize, RecomputeModel, TransferModel, drive_writes_per_day, recompute_s, transfer_s
-from kvstore.decisions import Room
+from kvstore.decisions import Room, is_full
 from kvstore.errors import ConfigurationError
 from kvstore.profiles import Disk
 
@@ -210,7 +211,15 @@ def simulate(
     replay = _native.Replay(cpu, cpu_chunks, fs)
     began_s = time.perf_counter()
     if admission == Mode.MODEL:
-        columns = list(_decided(trace, replay, cpu, fs, hardware))
+        columns = list(
+            _decided(
+                trace,
+                replay,
+                partial(_is_full, cpu, cpu_chunks),
+                None if fs is None or fs_chunks is None else partial(_is_full, fs, fs_chunks),
+                hardware,
+            )
+        )
     else:
         lengths = trace.lengths.astype(np.uint32)
         ends = lengths if admission == Mode.ALWAYS else np.zeros_like(lengths)
@@ -307,21 +316,24 @@ class _Engine:
 
 
 def _decided(
-    trace: Trace, replay: _native.Replay, cpu: _native.Index, fs: _native.Index | None, hardware: Hardware
+    trace: Trace,
+    replay: _native.Replay,
+    cpu_is_full: Callable[[], bool],
+    fs_is_full: Callable[[], bool] | None,
+    hardware: Hardware,
 ) -> Iterator[tuple[NDArray[np.uint32], ...]]:
     engine = _Engine(hardware, trace.tokens_per_block)
     for i, prompt_tokens in enumerate(trace.input_tokens.tolist()):
         ids, ends = _chains(trace, i, 1)
-        codes, cpu_full = replay.find(ids), _is_full(cpu)
-        disk = Room.NOT_ASKED if fs is None else Room.FULL if _is_full(fs) else Room.FREE
+        codes, cpu_full = replay.find(ids), cpu_is_full()
+        disk = Room.NOT_ASKED if fs_is_full is None else Room.FULL if fs_is_full() else Room.FREE
         load_end = engine.load_end(str(i), prompt_tokens, codes)
         store_ends = engine.store_ends(str(i), ids, codes, load_end, cpu_full=cpu_full, disk=disk)
         yield replay.serve(ids, ends, *(np.array([end], np.uint32) for end in (load_end, *store_ends)))
 
 
-def _is_full(index: _native.Index) -> bool:
-    """Whether it has evicted something, which it does when there is no room."""
-    return index.stats()["evictions"] > 0
+def _is_full(index: _native.Index, chunks: int) -> bool:
+    return is_full(index.stats(), _native.SLOT_ALIGNMENT, chunks * _native.SLOT_ALIGNMENT)
 
 
 def _index(tier: str, chunks: int, eviction_policy: str) -> _native.Index:

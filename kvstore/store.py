@@ -33,6 +33,7 @@ from typing import NamedTuple, cast
 
 from kvstore import limits
 from kvstore._native import STORED, Index, class_bytes
+from kvstore.decisions import is_full
 from kvstore.errors import (
     BadKey,
     LimitExceeded,
@@ -403,7 +404,7 @@ class Store:
             chunks, seconds = group.reads.popleft()
             reply.reads.add(chunks=chunks, seconds=seconds)
         slot_bytes = max((kind.slot_bytes for kind in group.kinds), default=0)
-        reply.cpu_full = self._is_full(slot_bytes)
+        reply.cpu_full = is_full(self._index.stats(), slot_bytes, self._tier.ready_bytes)
         if self._movement is not None:
             reply.fs = self._movement.room.value
         if any(request.grants_wanted):
@@ -430,10 +431,6 @@ class Store:
         for group in self._groups.values():
             if group.number == group_number:
                 group.reads.append((chunks, seconds))
-
-    def _is_full(self, slot_bytes: int) -> bool:
-        index = self._index.stats()
-        return index["used_bytes"] + index["granted_bytes"] + slot_bytes > self._tier.ready_bytes
 
     def _learn(self, request: store_pb2.StepRequest, reply: store_pb2.StepReply) -> None:
         if not request.learning:

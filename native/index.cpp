@@ -821,6 +821,7 @@ std::vector<std::pair<const char*, std::uint64_t>> Index::stats() const {
         {"io_bytes", io_bytes_},
         {"entries", table_.entry_count()},
         {"entries_max", table_.place_count()},
+        {"chunks_max", chunks_max_},
         {"removals", removal_count_},
         {"scopes", scopes_.numbers().size()},
         {"tenants", scopes_.tenants().size()},

@@ -12,11 +12,14 @@ constexpr std::uint64_t PROBATION_SHARE = 20;
 constexpr std::uint64_t GHOSTS_PER_CHUNK = 2;
 constexpr std::uint64_t GHOSTS_MIN = 65'536;
 constexpr std::size_t SAMPLE_MAX = 4'096;
-constexpr std::uint64_t LEARN_TICKS_MIN = 1'024;
-constexpr std::uint64_t LEARN_SHARE = 4;    // after as many ticks as a quarter of the tracked chunks
+// At first after a sixteenth more ticks than there were; in the long run after a quarter of the tracked chunks.
+constexpr std::uint64_t LEARN_TICKS_MIN = 128;
+constexpr std::uint64_t LEARN_SOON_SHARE = 16;
+constexpr std::uint64_t LEARN_TICKS = 1'024;
+constexpr std::uint64_t LEARN_SHARE = 4;
 constexpr std::uint64_t HALVE_PERIODS = 4;  // after as many ticks as four times what can be tracked
-constexpr std::uint64_t UNTOUCHED_TICKS_MAX = 64;
-constexpr std::uint64_t UNTOUCHED_SHARE = 8;
+constexpr std::uint64_t UNTOUCHED_TICKS_MAX = 16;
+constexpr std::uint64_t UNTOUCHED_SHARE = 64;
 
 }  // namespace
 
@@ -156,7 +159,7 @@ void Policy::sample(const Digest& digest, const Uses& uses) {
 void Policy::learn_if_due(std::uint64_t now) {
     if (rule_ != Rule::ADAPTIVE || now < learn_at_) return;
     const std::uint64_t tracked = resident_count_ + ghosts_.size();
-    learn_at_ = now + std::max(LEARN_TICKS_MIN, tracked / LEARN_SHARE);
+    learn_at_ = now + std::clamp(now / LEARN_SOON_SHARE, LEARN_TICKS_MIN, std::max(LEARN_TICKS, tracked / LEARN_SHARE));
     Comeback::Counts<std::uint32_t> live{};
     for (const auto& [digest, uses] : sample_) {
         ++live[use_class_of(uses.count)][age_bucket_of(now - uses.last)];

@@ -11,7 +11,7 @@
 //                docs/decisions/010-eviction-policy.md
 //
 // One thread, no clock: `now` is a tick, which rises with every chunk that a request refers to. Choosing takes
-// O(log n); learning takes a fraction of a millisecond once in a thousand uses or more.
+// O(log n); learning takes a fraction of a millisecond once in a thousand uses or more, and at first more often.
 #pragma once
 
 #include <array>

@@ -31,8 +31,15 @@ _MODEL_CONFIG: dict[str, object] = {
 
 
 def simulate(
-    trace: Annotated[Path, typer.Option(help="JSON lines with timestamp, input_length and hash_ids.")],
-    cpu_bytes: Annotated[str | None, typer.Option(help="Size of the cpu tier, for example 512GiB.")] = None,
+    trace: Annotated[
+        Path,
+        typer.Option(
+            help="JSON lines: timestamp (ms), input_length (tokens), hash_ids (one for each block of the prompt)."
+        ),
+    ],
+    cpu_bytes: Annotated[
+        str | None, typer.Option(help="Size of the cpu tier, for example 512GiB. Needed, or the next.")
+    ] = None,
     cpu_chunks: Annotated[int | None, typer.Option(min=1, help="The same in chunks.")] = None,
     fs_bytes: Annotated[str | None, typer.Option(help="Size of the filesystem tier. Default: none.")] = None,
     fs_chunks: Annotated[int | None, typer.Option(min=1, help="The same in chunks.")] = None,
@@ -44,7 +51,10 @@ def simulate(
         str, typer.Option(help=f"Of the cpu tier: {', '.join(EVICTION_POLICIES)}.")
     ] = EVICTION_POLICY_DEFAULT,
     admission: Annotated[
-        str, typer.Option(help=f"What is loaded and stored: {', '.join(simulation.ADMISSIONS)}.")
+        str,
+        typer.Option(
+            help="What is loaded and stored: always (everything), never (nothing), model (as engines decide)."
+        ),
     ] = simulation.ADMISSIONS[0],
     config: Annotated[
         Path | None, typer.Option(help=f"The model's config.json, or its directory. Default: {_MODEL}.")

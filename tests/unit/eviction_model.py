@@ -47,19 +47,23 @@ def ranks(hit: Table, gone: Table, live: Table) -> Table:
     result = zeros()
     prior = [1 / (32 * begin(b)) for b in range(BUCKETS)]
     for c in range(CLASSES):
-        hazard = [0.0] * BUCKETS
+        exposure = [0.0] * BUCKETS
         alive = 0.0
         for b in reversed(range(BUCKETS)):
             end = hit[c][b] + gone[c][b] + live[c][b]
-            exposure = (alive + end / 2) * WIDTHS[b]
+            exposure[b] = (alive + end / 2) * WIDTHS[b]
             alive += end
-            hazard[b] = (hit[c][b] + 8 * prior[b] * WIDTHS[b]) / (exposure + 8 * WIDTHS[b])
+        expected = sum(exposure[b] * prior[b] for b in range(BUCKETS))
+        ratio = (sum(hit[c]) + 8) / (expected + 8)
+        hazard = [
+            (hit[c][b] + 32 * WIDTHS[b] * ratio * prior[b]) / (exposure[b] + 32 * WIDTHS[b]) for b in range(BUCKETS)
+        ]
         for b in range(BUCKETS):
             s, hits, ticks = 1.0, 0.0, 0.0
             for j in range(b, BUCKETS):
                 p = -math.expm1(-hazard[j] * WIDTHS[j])
                 hits += s * p
-                ticks += s * p / hazard[j]
+                ticks += s * (p / hazard[j])
                 s *= 1 - p
                 result[c][b] = max(result[c][b], hits / ticks)
         prior = hazard
@@ -147,7 +151,8 @@ class AdaptiveModel:
         return used
 
     def _learn(self) -> None:
-        self.learn_at = self.tick + max(1024, (len(self.chunks) + len(self.ghosts)) // 4)
+        tracked = len(self.chunks) + len(self.ghosts)
+        self.learn_at = self.tick + min(max(128, self.tick // 16), max(1024, tracked // 4))
         live = zeros()
         for last, uses in self.sampled.values():
             live[use_class(uses)][bucket(self.tick - last)] += 1
@@ -168,7 +173,7 @@ class AdaptiveModel:
         orphans = {key: chunk for key, chunk in leaves.items() if chunk.orphan}
         if orphans:
             return min(orphans, key=lambda key: orphans[key].touched)
-        for untouched_for in (max(1, min(64, len(self.chunks) // 8)), 0):
+        for untouched_for in (max(1, min(16, len(self.chunks) // 64)), 0):
             candidates: list[tuple[float, int, bytes]] = []
             for c in range(CLASSES):
                 ages = sorted(

@@ -84,10 +84,18 @@ class Rig:
         }
         return self.admission.load(f"r{self.requests}", Hit(**hit), wait_s_max=30.0)
 
-    def store(self, chain: list[bytes], present: int = 0, disk: Room = Room.NOT_ASKED, on_disk: int = 0):
+    def store(
+        self,
+        chain: list[bytes],
+        present: int = 0,
+        disk: Room = Room.NOT_ASKED,
+        on_disk: int = 0,
+        *,
+        tier_full: bool = False,
+    ):
         held, below = (np.arange(len(chain)) < count for count in (present, on_disk))
         return self.admission.store(
-            "r", chain, held, chunk_bytes=CHUNK_BYTES, tier_full=False, disk=disk, on_disk=below
+            "r", chain, held, chunk_bytes=CHUNK_BYTES, tier_full=tier_full, disk=disk, on_disk=below
         )
 
 
@@ -304,6 +312,22 @@ def test_a_disk_gets_what_is_worth_a_write_and_memory_the_rest() -> None:
     assert (told.end_tokens, told.disk_end_tokens, told.disk_refused_count) == (2048, 0, 16)
     there = dear.store(chain("other"), disk=Room.FREE, on_disk=16)
     assert (there.end_chunk, there.disk_end_chunk, there.disk_reason) == (None, 16, StoreReason.PRESENT)
+
+
+def test_a_tier_that_is_full_asks_more_than_one_with_room() -> None:
+    """Of chunks whose writing costs ever less, a full one takes some, and only such as the other takes too."""
+    taken: dict[tuple[str, bool], list[bool]] = {}
+    for rate in np.geomspace(1e6, 1e9, 13):
+        for full in (False, True):
+            slow_copies = each_prompt_comes_back(Rig(store=TransferModel(rate, 0.0)).measured(load=FAST))
+            taken.setdefault(("cpu", full), []).append(slow_copies.store(chain("new"), tier_full=full).end_chunk != 0)
+            slow_writes = each_prompt_comes_back(Rig(disk_write_bytes_per_s=rate).measured(load=FAST, disk=FAST))
+            room = Room.FULL if full else Room.FREE
+            disk_end = slow_writes.store(chain("new"), disk=room).disk_end_chunk
+            taken.setdefault(("fs", full), []).append(disk_end != 0)
+    for tier in ("cpu", "fs"):
+        assert 0 < sum(taken[tier, True]) < sum(taken[tier, False])
+        assert all(free >= full for free, full in zip(taken[tier, False], taken[tier, True], strict=True))
 
 
 def test_a_disk_that_takes_longer_to_read_than_to_recompute_gets_nothing() -> None:

@@ -207,6 +207,13 @@ links = st.builds(TransferModel, bytes_per_s=st.floats(1e6, 1e12), overhead_s=st
 gpus = st.builds(GpuQueue, waiting_count=st.integers(0, 1000), backlog_s=st.floats(0, 100))
 
 
+@given(links, st.floats(-1e15, 1e15), st.floats(0, 1e15))
+def test_a_transfer_time_is_never_negative_and_grows_with_the_bytes(
+    link: TransferModel, nbytes: float, more: float
+) -> None:
+    assert 0 <= transfer_s(link, nbytes) <= transfer_s(link, nbytes + more)
+
+
 @settings(deadline=None)  # the machine may be busy
 @given(models, st.integers(0, 200_000), st.integers(0, 200_000), st.integers(0, 200_000))
 def test_recompute_time_is_never_negative_and_grows_with_the_end(model: RecomputeModel, a: int, b: int, c: int) -> None:
@@ -310,7 +317,8 @@ def test_the_cost_of_a_load_grows_with_each_of_its_parts(
         )
 
     base = cost()
-    assert base >= 0
+    assert base >= compute_s + gpu_s - 1e-9  # no token before the GPU is free, nor before what is loaded is there
+    assert load_s == 0 or base >= compute_s + link_s + load_s - 1e-9
     for grown in (
         cost(compute=more), cost(load=more), cost(gpu_backlog=more), cost(link_backlog=more), cost(gpu=3), cost(link=3)
     ):  # fmt: skip
@@ -330,6 +338,13 @@ def test_a_queue_at_the_gpu_makes_a_slow_load_pay() -> None:
     slow = LoadOption("fs", 8000, transfer_s=1.5 * recompute_s(MODEL, 0, 8000))
     assert costmodel.decide_load(MODEL, 8192, 0, [slow], GpuQueue()).option is None
     assert costmodel.decide_load(MODEL, 8192, 0, [slow], GpuQueue(waiting_count=4)).option is slow
+
+
+def test_a_load_that_ends_before_the_gpu_is_free_costs_nothing_more() -> None:
+    alone_s = recompute_s(MODEL, 0, 8000)
+    slow = LoadOption("fs", 8000, transfer_s=1.5 * alone_s)
+    assert costmodel.decide_load(MODEL, 8192, 0, [slow], GpuQueue(backlog_s=1.5 * alone_s)).option is slow
+    assert costmodel.decide_load(MODEL, 8192, 0, [slow], GpuQueue(backlog_s=0.2 * alone_s)).option is None
 
 
 def test_a_queue_at_the_link_makes_a_quick_load_not_pay() -> None:

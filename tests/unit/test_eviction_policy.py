@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvstore import _native
+from kvstore.decisions import is_full
 from tests.unit.eviction_model import AdaptiveModel
 from tests.unit.native_store import INDEX_KEY, KIB, NAMESPACE, TENANT, NativeStore, key_of, native_store
 
@@ -143,6 +144,19 @@ def test_a_chunk_that_the_daemon_brought_back_by_itself_was_not_used_by_that() -
             store.index.touch(NAMESPACE, TENANT, [key_of(number)])
         request(store, [key_of(2)])
         assert resident(store) == {key_of(1), key_of(2)}  # 0 is younger, but was used once
+
+
+@pytest.mark.parametrize("entries", [1, 1_000])
+def test_a_tier_is_full_when_the_next_chunk_displaces_one(entries: int) -> None:
+    """Whether it is the arena that is full or, with one entry, the table."""
+    with native_store(100 * CHUNK, entries=entries) as store:
+        for number in range(150):
+            full, evictions = is_full(store.index.stats(), CHUNK, 100 * CHUNK), store.index.stats()["evictions"]
+            request(store, [key_of(number)])
+            assert full == (store.index.stats()["evictions"] > evictions), f"chunk {number}"
+        assert full
+        assert store.index.remove(store.index.begin_removal(), 10_000)
+        assert not is_full(store.index.stats(), CHUNK, 100 * CHUNK)
 
 
 def test_an_unknown_policy_is_refused() -> None:

@@ -6,6 +6,7 @@ shows, and are compared with the peers' policies on the spot.
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -96,29 +97,50 @@ def test_the_peers_of_these_tests_are_the_published_ones() -> None:
     assert {name: peer(chains, 10_000) for name, peer in PEERS.items()} == pytest.approx(published, abs=0.0005)
 
 
-@cache
-def compared(kind: str) -> dict[float, tuple[float, float]]:
-    """Ours and the best peer's hit rate, by the size of the tier as a share of all the chunks there are."""
-    chains = traces.chains_of(kind, seed=1, requests=3_000)
+# Below the best peer by more than WITHIN in a cell now and then: where chunks come back alike however often they were
+# used, LRU is best, and what is learned is that with noise. docs/decisions/010-eviction-policy.md
+NOISY = {"conversations": 0.0075, "shifting": 0.0035}
+
+
+def in_memory(chains: Sequence[Sequence[int]]) -> Trace:
     ids = np.array([key for chain in chains for key in chain], np.uint64)
     ends = np.cumsum([len(chain) for chain in chains]).astype(np.uint64)
-    trace = Trace(np.arange(len(chains), dtype=np.float64), np.diff(ends.astype(np.int64), prepend=0), ids, ends, 1)
+    return Trace(np.arange(len(chains), dtype=np.float64), np.diff(ends.astype(np.int64), prepend=0), ids, ends, 1)
+
+
+@cache
+def compared(kind: str) -> dict[tuple[int, float], tuple[float, float]]:
+    """Ours and the best peer's hit rate, by the seed and by the tier's size as a share of all the chunks there are."""
     found = {}
-    for share in (0.03, 0.1, 0.3):
-        chunks = int(share * len(np.unique(ids)))
-        found[share] = (run(trace, chunks).chunk_hit_rate, max(peer(chains, chunks) for peer in PEERS.values()))
+    for seed in (1, 2):
+        chains = traces.chains_of(kind, seed, requests=3_000)
+        trace = in_memory(chains)
+        for share in (0.03, 0.1, 0.3):
+            chunks = int(share * len(np.unique(trace.ids)))
+            peer = max(peer(chains, chunks) for peer in PEERS.values())
+            found[seed, share] = (run(trace, chunks).chunk_hit_rate, peer)
     return found
 
 
 @pytest.mark.parametrize("kind", traces.KINDS)
-def test_on_no_kind_of_generated_trace_is_a_peer_clearly_better(kind: str) -> None:
-    for share, (ours, peer) in compared(kind).items():
-        assert ours >= peer - 0.006, f"{kind}, a tier of {share:.0%}: {ours:.4f}, and a peer {peer:.4f}"
+def test_on_no_kind_of_generated_trace_is_a_peer_better(kind: str) -> None:
+    for (seed, share), (ours, peer) in compared(kind).items():
+        message = f"{kind} {seed}, a tier of {share:.0%}: {ours:.4f}, and a peer {peer:.4f}"
+        assert ours >= peer - NOISY.get(kind, WITHIN), message
 
 
 def test_over_all_kinds_of_generated_traces_the_default_is_clearly_better_than_the_best_peer_of_each() -> None:
     gains = [ours - peer for kind in traces.KINDS for ours, peer in compared(kind).values()]
-    assert sum(gains) / len(gains) > 0.01
+    assert sum(gains) / len(gains) > 0.03
+
+
+def test_what_fills_the_tier_beside_a_scan_is_kept_with_admission_and_nearly_without() -> None:
+    """Without it each newcomer is stored, and lies in the place of a prompt that comes back."""
+    chains = traces.chains_of("hot_in_a_scan", seed=1, requests=3_000)
+    peer = max(peer(chains, 360) for peer in PEERS.values())
+    plain, admitted = (run(in_memory(chains), 360, admission=each).chunk_hit_rate for each in ("always", "model"))
+    assert admitted >= peer - WITHIN
+    assert plain >= peer - 0.02
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)

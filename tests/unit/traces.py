@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -69,8 +70,66 @@ def few_shot_tree(generator: random.Random, ids: Iterator[int]) -> Iterator[Sequ
         yield [*system, *tasks[task], *generator.choice(examples[task]), *itertools.islice(ids, 3)]
 
 
+def popular(generator: random.Random, ids: Iterator[int]) -> Iterator[Sequence[int]]:
+    """One-chunk prompts, of which some are far more popular; most come once or twice."""
+    prompts = list(itertools.islice(ids, 8_000))
+    weights = list(itertools.accumulate((rank + 1) ** -0.8 for rank in range(len(prompts))))
+    while True:
+        yield generator.choices(prompts, cum_weights=weights)
+
+
+def agents(generator: random.Random, ids: Iterator[int]) -> Iterator[Sequence[int]]:
+    """Four at a time, of 10 to 50 turns each, below one system prompt."""
+    system = list(itertools.islice(ids, 6))
+    alive: list[tuple[list[int], int]] = []
+    while True:
+        while len(alive) < 4:
+            alive.append(([*system, *itertools.islice(ids, 4)], generator.randint(10, 50)))
+        chain, turns = alive.pop(generator.randrange(4))
+        grown(chain, ids, 3, generator)
+        yield chain[:]
+        if turns > 1:
+            alive.append((chain, turns - 1))
+
+
+def twice(generator: random.Random, ids: Iterator[int]) -> Iterator[Sequence[int]]:
+    """Every prompt comes once more, about a hundred requests later, and then never."""
+    waiting: deque[list[int]] = deque()
+    while True:
+        if len(waiting) >= generator.randint(40, 60):
+            yield waiting.popleft()
+        else:
+            waiting.append(list(itertools.islice(ids, generator.randint(5, 25))))
+            yield waiting[-1]
+
+
+def retrieved(generator: random.Random, ids: Iterator[int]) -> Iterator[Sequence[int]]:
+    """Two of 60 passages below one system prompt, some of which are found far more often, and a question."""
+    system = list(itertools.islice(ids, 5))
+    weights = [1 / (rank + 1) for rank in range(60)]
+    passages: dict[tuple[int, ...], list[int]] = {}
+    while True:
+        found = tuple(generator.choices(range(60), weights, k=2))
+        for prefix in (found[:1], found):
+            if prefix not in passages:
+                passages[prefix] = list(itertools.islice(ids, 6))
+        yield [*system, *passages[found[:1]], *passages[found], *itertools.islice(ids, 2)]
+
+
 KINDS: dict[str, Callable[[random.Random, Iterator[int]], Iterator[Sequence[int]]]] = {
-    kind.__name__: kind for kind in (conversations, documents, hot_in_a_scan, loop, shifting, few_shot_tree)
+    kind.__name__: kind
+    for kind in (
+        conversations,
+        documents,
+        hot_in_a_scan,
+        loop,
+        shifting,
+        few_shot_tree,
+        popular,
+        agents,
+        twice,
+        retrieved,
+    )
 }
 
 
