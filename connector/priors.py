@@ -90,7 +90,7 @@ def node_profile() -> measured.Measured | None:
         return None
 
 
-def learning(vllm_config: VllmConfig) -> str:
+def learning(vllm_config: VllmConfig, backend: CopyBackend = CopyBackend.AUTO) -> str:
     """What the speeds of an engine depend on: engines for which it is equal learn from each other."""
     model = vllm_config.model_config
     return canonical_json(
@@ -100,6 +100,7 @@ def learning(vllm_config: VllmConfig) -> str:
             "kv_dtype": str(vllm_config.cache_config.cache_dtype),
             "tp_size": vllm_config.parallel_config.tensor_parallel_size,
             "device": current_platform.get_device_name() or current_platform.device_type,
+            "copy_backend": backend.value,
         }
     )
 

@@ -150,7 +150,7 @@ class KVStoreSpec(OffloadingSpec):
                 engine_priors(engine.vllm_config, self._page_bytes(), engine.config.copy_backend),
                 tokens_per_chunk=lead.tokens_per_chunk,
                 kind=kinds.index(lead),
-                learning=learning(engine.vllm_config),
+                learning=learning(engine.vllm_config, engine.config.copy_backend),
             ),
         )
 

@@ -573,12 +573,12 @@ def _require_keys(keys: Sequence[bytes]) -> None:
 def _view_of(key: bytes, buffer: "Buffer", chunk_bytes: int, *, writable: bool) -> memoryview:
     """The buffer's memory, not a copy. WrongSize."""
     view = memoryview(buffer)
-    if view.nbytes != chunk_bytes or not view.contiguous or (writable and view.readonly):
+    if view.nbytes != chunk_bytes or not view.c_contiguous or (writable and view.readonly):
         kind = "writable, contiguous" if writable else "contiguous"
         found = f"{view.nbytes} bytes"
         if writable and view.readonly:
             found = f"read-only, {found}"
-        if not view.contiguous:
+        if not view.c_contiguous:  # in Fortran's order the memory's bytes are not those that the view shows
             found = f"not contiguous, {found}"
         raise WrongSize(f"the buffer of key {key.hex()} must be {kind} and {chunk_bytes} bytes long; it is {found}")
     return view

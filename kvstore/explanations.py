@@ -18,7 +18,7 @@ EVICTIONS_KEPT = 4_096
 REMOVALS_KEPT = 64
 REASONS_MAX = 64  # an engine may send any text
 TIERS_MAX = 8
-EXPLAINED_MAX = 64  # decisions in one answer
+EXPLAINED_MAX = 64  # decisions, or fates, in one answer
 
 LOAD, STORE, DISK = "load", "store", "disk"
 
@@ -82,7 +82,7 @@ class Explanations:
     _kept: OrderedDict[tuple[str, int], _Kept] = field(default_factory=OrderedDict)
     # By how keys begin: what namespaces refused, and what was stored, oldest first.
     _refused: OrderedDict[bytes, dict[bytes, Refused]] = field(default_factory=OrderedDict)
-    _stored_with: dict[bytes, list[Stored]] = field(default_factory=dict)
+    _stored_with: dict[bytes, deque[Stored]] = field(default_factory=dict)
     _stored: deque[Stored] = field(default_factory=deque)  # the same as it came
     _keys_stored: int = 0  # in there
     _evictions: deque[_Evictions] = field(default_factory=lambda: deque(maxlen=EVICTIONS_KEPT))
@@ -157,17 +157,16 @@ class Explanations:
         stored = Stored(group, namespace, tenant, keys, now_ms, memory_only)
         self._stored.append(stored)
         self._keys_stored += len(keys)
-        for key in keys:
-            self._stored_with.setdefault(key[:REFUSED_PREFIX_BYTES], []).append(stored)
+        for start in _starts(keys):
+            self._stored_with.setdefault(start, deque()).append(stored)
         while self._keys_stored > KEYS_KEPT:
             oldest = self._stored.popleft()
             self._keys_stored -= len(oldest.keys)
-            for key in oldest.keys:
-                start = key[:REFUSED_PREFIX_BYTES]
-                if len(self._stored_with[start]) == 1:
+            for start in _starts(oldest.keys):
+                alike = self._stored_with[start]
+                alike.popleft()
+                if not alike:
                     del self._stored_with[start]
-                else:
-                    del self._stored_with[start][0]
 
     def evicted(self, group: str, chunks: int, now_ms: int) -> None:
         """Chunks went from memory to make room for a group."""
@@ -195,33 +194,33 @@ class Explanations:
         where: Callable[[bytes, bytes, bytes], str],
         now_ms: int,
     ) -> list[admin_pb2.KeyFate]:
-        """What is known of keys that begin so. `places`: namespaces and tenants in which a whole key is looked for;
-        `where(namespace, tenant, key)`: the tier that holds it now, or ""."""
+        """What is known of keys that begin so, what was stored last first. `places`: namespaces and tenants in which a
+        whole key is looked for; `where(namespace, tenant, key)`: the tier that holds it now, or ""."""
         fates: list[admin_pb2.KeyFate] = []
-        known = set()
         start = key[:REFUSED_PREFIX_BYTES]
-        newest = {
-            (stored.namespace, stored.tenant, full): stored
-            for stored in self._stored_with.get(start, ())
-            for full in stored.keys
-            if full.startswith(key)
-        }
-        for (namespace, tenant, full), stored in list(newest.items())[-EXPLAINED_MAX:]:
-            known.add((namespace, tenant, full))
-            events = [f"stored {_ago(stored.at_ms, now_ms)} by {stored.group}"]
-            if stored.memory_only:
-                events.append("not written to disk then: that would have cost more than it was likely to save")
-            tier = where(namespace, tenant, full)
-            events.append(f"in the {tier} tier now" if tier else self._gone(stored.at_ms, now_ms))
-            fates.append(admin_pb2.KeyFate(namespace_id=namespace, tenant_id=tenant, events=events))
+        known: set[tuple[bytes, bytes, bytes]] = set()
+        for stored in reversed(self._stored_with.get(start, ())):  # the newest of each tells
+            for full in stored.keys:
+                chunk = (stored.namespace, stored.tenant, full)
+                if not full.startswith(key) or chunk in known:
+                    continue
+                known.add(chunk)
+                events = [f"stored {_ago(stored.at_ms, now_ms)} by {stored.group}"]
+                if stored.memory_only:
+                    events.append("not written to disk then: that would have cost more than it was likely to save")
+                tier = where(*chunk)
+                events.append(f"in the {tier} tier now" if tier else self._gone(stored.at_ms, now_ms))
+                fates.append(admin_pb2.KeyFate(namespace_id=chunk[0], tenant_id=chunk[1], events=events))
+            if len(fates) >= EXPLAINED_MAX:
+                break
+        for namespace, refused in self._refused.get(start, {}).items():
+            text = f"not stored {_ago(refused.at_ms, now_ms)}, for request {refused.request}: {refused.reason}"
+            fates.append(admin_pb2.KeyFate(namespace_id=namespace, events=[text]))
         for namespace, tenant in places:
             if (namespace, tenant, key) not in known and (tier := where(namespace, tenant, key)):
                 events = [f"in the {tier} tier now; when it was stored is no longer known"]
                 fates.append(admin_pb2.KeyFate(namespace_id=namespace, tenant_id=tenant, events=events))
-        for namespace, refused in self._refused.get(start, {}).items():
-            text = f"not stored {_ago(refused.at_ms, now_ms)}, for request {refused.request}: {refused.reason}"
-            fates.append(admin_pb2.KeyFate(namespace_id=namespace, events=[text]))
-        return fates[-EXPLAINED_MAX:]
+        return fates[:EXPLAINED_MAX]
 
     def _gone(self, since_ms: int, now_ms: int) -> str:
         """Which chunk made room for which is not recorded; who needed room, and when, is."""
@@ -269,3 +268,7 @@ def _explained(kept: _Kept, now_ms: int) -> admin_pb2.Explained:
     return admin_pb2.Explained(
         decision=kept.decision, group=kept.group, age_s=(now_ms - kept.at_ms) / 1000, namespace_id=kept.namespace
     )
+
+
+def _starts(keys: Iterable[bytes]) -> set[bytes]:
+    return {key[:REFUSED_PREFIX_BYTES] for key in keys}

@@ -310,6 +310,7 @@ struct PyCopier {
         try {
             for (; added < all.size(); ++added) copier->add_region(all[added], nbytes);
         } catch (...) {
+            nb::gil_scoped_release unlocked;
             for (const std::uint64_t address : all.first(added)) copier->remove_region(address);
             throw;
         }

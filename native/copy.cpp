@@ -341,7 +341,7 @@ void Copier::run(const Job& job, const Part& part) {
         const Fragment& fragment = job.fragments[i];
         const std::uint64_t begin = i == part.first ? part.first_offset : 0;
         const std::uint64_t end = i == part.last ? part.last_offset : fragment.nbytes;
-        const std::uint64_t next = job.fragments[i < part.last ? i + 1 : i].source;
+        const std::uint64_t next = i < part.last ? job.fragments[i + 1].source : fragment.source + end;
         copy_bytes(reinterpret_cast<std::byte*>(fragment.destination + begin),
                    reinterpret_cast<const std::byte*>(fragment.source + begin), end - begin,
                    reinterpret_cast<const std::byte*>(next));

@@ -36,8 +36,8 @@ inline constexpr std::size_t COPY_JOBS_MAX = 65'536;  // queued, running or not 
 inline constexpr std::uint64_t COPY_PART_BYTES = 256 << 10;
 
 // One fragment with streaming stores where its size pays for them; `stream_fence` before anybody is told of it. `next`
-// is where the next one's source begins, for its first bytes are asked for ahead; a hint, so `source` where none
-// follows.
+// is where the next one's source begins, for its first bytes are asked for ahead (not by fragments too short for
+// streaming stores, nor where there are none); a hint, so anything where none follows.
 void copy_bytes(std::byte* destination, const std::byte* source, std::size_t nbytes, const std::byte* next);
 void stream_fence();
 // "avx512", "avx2" or "plain": what this machine's copies use.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -295,6 +296,7 @@ def test_chunks_of_the_wrong_size_are_refused_before_anything_is_stored(daemon: 
         (payload(1) + b"x", f"{CHUNK_BYTES + 1} bytes"),
         (payload(1)[1:], f"{CHUNK_BYTES - 1} bytes"),
         (memoryview(bytes(2 * CHUNK_BYTES))[::2], f"not contiguous, {CHUNK_BYTES} bytes"),
+        (memoryview(np.zeros((100, CHUNK_BYTES // 100), np.uint8).T), f"not contiguous, {CHUNK_BYTES} bytes"),
     ):
         with pytest.raises(
             WrongSize, match=rf"key {key(2).hex()} must be contiguous and {CHUNK_BYTES} bytes long; it is {found}$"

@@ -288,7 +288,6 @@ class PretendEngine:
         if output.total_num_scheduled_tokens:
             self._forward(output)
         self.worker.start_kv_transfers(metadata)
-        self.worker.prepare_store_kv(metadata)
         sampled = self._sampled(output)
         ids = list(sampled)
         self.scheduler.update_from_output(
@@ -307,6 +306,7 @@ class PretendEngine:
         scheduler_side, self.connector.connector_worker = self.connector.connector_worker, self.worker
         self.connector.bind_connector_metadata(metadata)
         try:
+            self.connector.wait_for_save()
             results = self.connector.get_transfer_results(finished_req_ids)
             return KVConnectorOutput(
                 finished_sending=results.finished_sending,

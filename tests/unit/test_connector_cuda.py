@@ -108,7 +108,7 @@ def test_a_process_that_ends_without_closing_gives_everything_back_first(tmp_pat
     )
     done = subprocess.run([sys.executable, script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
                           check=True, capture_output=True, text=True)  # fmt: skip
-    assert done.stdout.splitlines() == ["True", "{}"]
+    assert done.stdout.splitlines()[-2:] == ["True", "{}"]  # some versions of vLLM warn on standard output
 
 
 def test_a_refusal_is_said_with_what_to_change_and_copies_go_on(device, store, caplog):

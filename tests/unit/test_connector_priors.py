@@ -78,6 +78,7 @@ def test_a_damaged_profile_is_said_and_left_out(profile: Path, caplog: pytest.Lo
 def test_engines_of_another_kind_learn_apart() -> None:
     config = vllm_config()
     here = learning(config)
+    assert learning(config, CopyBackend.HOST) != here
     config.parallel_config.tensor_parallel_size = 2
     assert learning(config) != here
 

@@ -7,7 +7,7 @@ import pytest
 from kvstore import explanations
 from kvstore.costmodel import Alternative
 from kvstore.decisions import Decision
-from kvstore.explanations import Explanations
+from kvstore.explanations import EXPLAINED_MAX, Explanations
 
 NAMESPACE, TENANT = b"n" * 16, b"t" * 16
 KEY = b"k" * 32
@@ -148,5 +148,32 @@ def test_all_of_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         tell(known, decision)
         known.stored("engine", NAMESPACE, TENANT, [key], 0)
         known.stored("engine", NAMESPACE, TENANT, [], 0)
-    sizes = [len(kept) for kept in (known._kept, known._refused, known._stored, known._counts, known._balances)]
-    assert sizes == [8] * 5
+    kept = (known._kept, known._refused, known._stored, known._stored_with, known._counts, known._balances)
+    assert [len(each) for each in kept] == [8] * 6
+
+
+def test_of_chunks_stored_together_each_is_found_by_its_own_key_until_they_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(explanations, "KEYS_KEPT", 4)
+    known = Explanations()
+    alike, other = KEY[:8] + b"another end", b"other-key" * 3
+    known.stored("first", NAMESPACE, TENANT, [KEY, alike, other], 0)
+    known.stored("second", NAMESPACE, TENANT, [alike], 1000)
+    for key, by in [(KEY, "first"), (alike, "second"), (other, "first")]:
+        [fate] = known.of_key(key, [], lambda *_: "cpu", now_ms=2000)
+        assert fate.events[0].endswith(f"by {by}")
+    assert len(known.of_key(KEY[:8], [], nowhere, 2000)) == 2
+    known.stored("third", NAMESPACE, TENANT, [b"third-key" * 3], 2000)
+    assert known.of_key(KEY, [], nowhere, 2000) == known.of_key(other, [], nowhere, 2000) == []
+    [fate] = known.of_key(alike, [], nowhere, 2000)
+    assert fate.events[0].endswith("by second")
+
+
+def test_where_more_is_known_than_is_told_the_newest_is() -> None:
+    known = Explanations()
+    tenants = [number.to_bytes(16, "big") for number in range(EXPLAINED_MAX + 6)]
+    for tenant in (*tenants, tenants[0]):
+        known.stored("engine", NAMESPACE, tenant, [KEY], 0)
+    fates = known.of_key(KEY, [(b"m" * 16, TENANT)], lambda *_: "cpu", 0)
+    assert [fate.tenant_id for fate in fates] == [tenants[0], *reversed(tenants[7:])]
