@@ -26,7 +26,8 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -114,6 +115,7 @@ class Movement:
         self._warm = False  # until then the fs tier refuses stores, and they wait here
         self._promotions: dict[ChunkId, _Promotion] = {}
         self._promoting_bytes = 0
+        self._kept_below: list[Scope] = []
         self.throttle: Throttle | None = None  # tests
         # Told when all that was begun for one `promote` has landed: group, chunks, seconds.
         self.on_read: Callable[[int, int, float], None] = lambda _group, _chunks, _seconds: None
@@ -302,8 +304,8 @@ class Movement:
     ) -> None:
         """Begin to read what only the fs tier has, head first, as far as there is room: the table then shows PENDING.
 
-        What is not begun is still shown as FS when this returns: for the one who asked, that is a miss. `waited` False:
-        the group does not wait for them (any more), and gets no lease.
+        What is kept below is not begun. What is not begun is still shown as FS when this returns: for the one who
+        asked, that is a miss. `waited` False: the group does not wait for them (any more), and gets no lease.
         """
         slot_bytes = class_bytes(chunk_bytes)
         self._remember_size(namespace, chunk_bytes)
@@ -316,6 +318,8 @@ class Movement:
                     running.groups.add(group)
                 else:
                     running.groups.discard(group)
+                continue
+            if any(scope.covers(chunk) for scope in self._kept_below):
                 continue
             if not self.fs.contains(chunk) or self._index.lookup(namespace, tenant, [key])[0] == CPU:
                 continue
@@ -377,6 +381,17 @@ class Movement:
             self.on_read(request.group, request.landed, time.monotonic() - request.began_s)
 
     # -- removal -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def keeping_below(self, scope: Scope) -> Iterator[None]:
+        """While a removal from both tiers has begun in the cpu tier and not yet here: what came up meanwhile would be
+        committed as new where the cpu tier's sweep may have passed already. What is on its way up since before comes to
+        nothing by itself: its slot was granted before that removal."""
+        self._kept_below.append(scope)
+        try:
+            yield
+        finally:
+            self._kept_below.remove(scope)
 
     def remove(
         self,

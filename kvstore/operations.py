@@ -6,6 +6,7 @@ millisecond at the most; the loop turns in between.
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 from kvstore import limits
 from kvstore._native import CPU, FS, PENDING, Removal
@@ -34,6 +35,7 @@ class Operations:
         self._verify = verify
         self._unsalted = tenant_id(store.tenant_key, None)
         self.quotas = Quotas(tier.index, None if movement is None else movement.fs)
+        self._ordered = True
 
     # -- figures -------------------------------------------------------------------------------------------------
 
@@ -109,6 +111,7 @@ class Operations:
         if namespace is not None or tenant is None:
             raise ProtocolError("a quota is of one tenant, in all of its namespaces")
         removals = []
+        self._ordered = False
         for tier in self._tiers():
             if request.what.tier not in ("", tier):
                 continue
@@ -119,8 +122,10 @@ class Operations:
         return removals
 
     def order_for_quotas(self) -> bool:
-        """One slice of what a first quota of a tenant needs; True when it is done."""
-        return self._index.order_for_quotas(limits.LISTING_STEPS_PER_SLICE)
+        """One slice of what a first quota of a tenant needs; True when it is done, and at once when there is nothing to
+        do."""
+        self._ordered = self._ordered or self._index.order_for_quotas(limits.LISTING_STEPS_PER_SLICE)
+        return self._ordered
 
     def quota_pages(self, what: admin_pb2.Selection) -> Iterator[admin_pb2.QuotasPage]:
         """NotFound, ProtocolError."""
@@ -255,7 +260,7 @@ class Operations:
 
     def begin_removal(self, request: admin_pb2.RemoveRequest, now_ms: int) -> Removal | None:
         """From the cpu tier: `go_on` does it. None: it is not meant. NotFound, ProtocolError: nothing is removed then,
-        in any tier. When it is done `remove_lower` does the rest."""
+        in any tier. When it is done `remove_lower` does the rest; both within `keeping_below`, entered at once."""
         namespace, tenant = self._named(request.what)
         if not request.dry_run:
             self._store.explanations.removed(f"chunks from {request.what.tier or 'every tier'}", now_ms)
@@ -275,6 +280,14 @@ class Operations:
         # Only now: the first chunk of a tenant that is unknown so far may be on its way.
         self._require_known(namespace, tenant)
         return removal
+
+    def keeping_below(self, request: admin_pb2.RemoveRequest) -> AbstractContextManager[None]:
+        """Of a removal that has begun: nothing that it covers comes up from the fs tier, if all of that is to go."""
+        movement = self._lower(request.what)
+        partly = request.dry_run or request.HasField("older_than_ms") or request.HasField("bytes")
+        if movement is None or partly:
+            return nullcontext()
+        return movement.keeping_below(Scope(*self._named(request.what)))
 
     def go_on(self, removal: Removal) -> bool:
         """One slice; True when it is done."""

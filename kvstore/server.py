@@ -69,6 +69,7 @@ NOTE_USES_S = 60.0  # so exactly is it known after a kill when a namespace was l
 THREAD_SWITCH_S = 0.0005
 OLD_COLLECTIONS_APART = 1_000  # collections of the middle generation between two of everything
 WRITE_BACK_INTERVAL_S = 0.05
+QUOTA_ORDER_INTERVAL_S = 0.05
 DESCRIPTORS_OTHER = 256
 HEALTH_INTERVAL_S = 1.0
 DRAIN_S = 10.0  # how long a stop waits for chunks that are not on disk yet
@@ -185,7 +186,7 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
     server = _grpc_server(store, arena_socket, health_servicer, _admin(store, operations, movement))
     metrics = _start_metrics(config, lambda: _snapshot(loop, operations))
 
-    beating = _in_background(store, arena_socket)
+    beating = _in_background(store, operations, arena_socket)
     if movement is not None:
         movement.fs.start()
         beating += _in_background_of(movement, store, last_uses, health_servicer)
@@ -218,7 +219,7 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
                 path.unlink()
 
 
-def _in_background(store: Store, arena_socket: ArenaSocket) -> list[asyncio.Task[None]]:
+def _in_background(store: Store, operations: Operations, arena_socket: ArenaSocket) -> list[asyncio.Task[None]]:
     def sweep() -> None:
         store.expire_leases(clock_ms())
         arena_socket.sweep()
@@ -226,6 +227,7 @@ def _in_background(store: Store, arena_socket: ArenaSocket) -> list[asyncio.Task
     return [
         asyncio.create_task(_every(HEARTBEAT_INTERVAL_MS / 1000, store.heartbeat)),
         asyncio.create_task(_every(LEASE_SWEEP_S, sweep)),
+        asyncio.create_task(_every(QUOTA_ORDER_INTERVAL_S, operations.order_for_quotas)),
         asyncio.create_task(_every(NOTE_USES_S, store.note_uses)),
     ]
 

@@ -190,22 +190,24 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
     ) -> admin_pb2.RemoveReply:
         removal = await _answer(context, lambda: self._operations.begin_removal(request, clock_ms()))
         reply = admin_pb2.RemoveReply()
-        if removal is not None:
-            try:
-                while not await _answer(context, lambda: self._operations.go_on(removal)):
-                    await asyncio.sleep(0)
-            finally:
-                if not request.dry_run:
-                    _log.info(
-                        "pid %d of uid %d removed %d chunks, %d bytes; %d were leased",
-                        session.pid, session.uid, removal.chunks, removal.nbytes, removal.skipped_pinned,
-                    )  # fmt: skip
-            reply.by_tier.add(
-                tier=CPU_TIER, chunks=removal.chunks, bytes=removal.nbytes, skipped_pinned=removal.skipped_pinned
-            )
-        # After the cpu tier: what is committed from here on was begun after the removal.
         lasting: asyncio.Future[Removed] = asyncio.get_running_loop().create_future()
-        if await _answer(context, lambda: self._operations.remove_lower(request, _once(lasting))):
+        with self._operations.keeping_below(request):
+            if removal is not None:
+                try:
+                    while not await _answer(context, lambda: self._operations.go_on(removal)):
+                        await asyncio.sleep(0)
+                finally:
+                    if not request.dry_run:
+                        _log.info(
+                            "pid %d of uid %d removed %d chunks, %d bytes; %d were leased",
+                            session.pid, session.uid, removal.chunks, removal.nbytes, removal.skipped_pinned,
+                        )  # fmt: skip
+                reply.by_tier.add(
+                    tier=CPU_TIER, chunks=removal.chunks, bytes=removal.nbytes, skipped_pinned=removal.skipped_pinned
+                )
+            # After the cpu tier: what is committed from here on was begun after the removal.
+            lower = await _answer(context, lambda: self._operations.remove_lower(request, _once(lasting)))
+        if lower:
             removed = await lasting
             if not request.dry_run:
                 _log.info(
@@ -228,16 +230,26 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
     ) -> admin_pb2.RemoveReply:
         session = await self._require_operator(context)
         reply = admin_pb2.RemoveReply()
-        for removal in await _answer(context, lambda: self._operations.set_quota(request)):
-            reply.by_tier.extend((await self._remove(session, removal, context)).by_tier)
+        removals = await _answer(context, lambda: self._operations.set_quota(request))
+        # Before the removals, which may fail: the quota holds all the same. A disk that hangs delays nothing in memory;
+        # and what of the order is left undone by a caller who hangs up, the daemon does by itself.
+        keeping = asyncio.create_task(self._kept())
         while not self._operations.order_for_quotas():
             await asyncio.sleep(0)
+        for removal in removals:
+            reply.by_tier.extend((await self._remove(session, removal, context)).by_tier)
+        if not_kept := await keeping:
+            text = f"the quota holds until the daemon stops, but could not be kept for the next one: {not_kept}"
+            await _abort(context, STATUS_OF[Unavailable], text, Unavailable.__name__)
+        return reply
+
+    async def _kept(self) -> str:
+        """Why the quotas could not be; "" when they are."""
         try:
             await self._keep_quotas()
         except (OSError, LimitExceeded) as error:
-            text = f"the quota holds until the daemon stops, but could not be kept for the next one: {error}"
-            await _abort(context, STATUS_OF[Unavailable], text, Unavailable.__name__)
-        return reply
+            return str(error)
+        return ""
 
     async def Quotas(self, request: admin_pb2.QuotasRequest, context: grpc.aio.ServicerContext) -> None:
         await self._require_operator(context)

@@ -133,7 +133,8 @@ class Session:
     ) -> "Session":
         """Connect, be checked, and map the memory.
 
-        Unavailable (NotAllowed), SeedMismatch, NamespaceMismatch, LimitExceeded, ConfigurationError (the endpoint).
+        Unavailable (NotAllowed), SeedMismatch, NamespaceMismatch, LimitExceeded, ConfigurationError (the endpoint, or a
+        daemon of another version).
         `timeout_s` bounds the whole call. `on_lost` is called once, from the watcher's thread, when the daemon hangs
         up.
         """
@@ -347,7 +348,7 @@ def _connect(sock: socket.socket, path: str, deadline_s: float) -> None:
 
 
 def _expect(sock: socket.socket, kind: type[Packet]) -> tuple[Packet, list[int]]:
-    """The next packet and its descriptors. Unavailable, NotAllowed, ProtocolError."""
+    """The next packet and its descriptors. Unavailable, NotAllowed, ProtocolError, ConfigurationError (its version)."""
     packet, fds, flags, _ = socket.recv_fds(sock, PACKET_BYTES_MAX, FDS_PER_PACKET, socket.MSG_CMSG_CLOEXEC)
     try:
         if packet == b"":

@@ -364,6 +364,7 @@ class Store:
             )
         if 0 < request.number <= session.last_number:
             return session.replies.get(request.number) or store_pb2.StepReply(number=request.number)
+        _require_few(request)
         batches = [_Batch.of(commits) for commits in request.commits]
         _require_well_formed(request, batches, session.last_number, len(group.kinds))
 
@@ -722,10 +723,11 @@ class Store:
             grant = group.granted.pop(ref, None)
             if grant is None:
                 continue
-            if not unsalted and not group.refused and grant.epoch == group.epoch:
+            in_epoch = not group.refused and grant.epoch == group.epoch
+            if in_epoch and not unsalted:
                 passed.setdefault(grant.kind.number, []).append(position)
                 continue
-            if not group.refused and grant.epoch == group.epoch:
+            if in_epoch:
                 outcomes[position] = _REJECTED_ADMISSION
             self._no_longer_granted(grant.kind, 1)
             self._index.abort(group.number, [ref])
@@ -853,21 +855,27 @@ def _require_range(group: Group, rank: int, number: int, kind: store_pb2.Kind) -
         )
 
 
+def _require_few(request: store_pb2.StepRequest) -> None:
+    """Before anything is made of it: a message of the largest size holds very many, of keys or of nothing at all."""
+    operations = len(request.commits) + len(request.touches) + len(request.promotes)
+    if operations <= limits.OPERATIONS_PER_STEP_MAX:
+        operations = (
+            sum(len(commits.keys) for commits in request.commits)
+            + len(request.aborts)
+            + len(request.leases)
+            + len(request.releases)
+            + sum(len(chain.keys) for chain in request.touches)
+            + sum(len(chain.keys) for chain in request.promotes)
+        )
+    if operations > limits.OPERATIONS_PER_STEP_MAX:
+        raise LimitExceeded(f"{operations} operations in one message; at most {limits.OPERATIONS_PER_STEP_MAX}")
+
+
 def _require_well_formed(
     request: store_pb2.StepRequest, batches: Sequence[_Batch], last_number: int, kinds: int
 ) -> None:
     if request.number != last_number + 1:
         raise ProtocolError(f"message number {request.number} after {last_number}")
-    operations = (
-        sum(len(batch.keys) for batch in batches)
-        + len(request.aborts)
-        + len(request.leases)
-        + len(request.releases)
-        + sum(len(chain.keys) for chain in request.touches)
-        + sum(len(chain.keys) for chain in request.promotes)
-    )
-    if operations > limits.OPERATIONS_PER_STEP_MAX:
-        raise LimitExceeded(f"{operations} operations in one message; at most {limits.OPERATIONS_PER_STEP_MAX}")
     if len(request.decisions) > limits.DECISIONS_PER_STEP_MAX or len(request.learned) > limits.LEARNED_PER_STEP_MAX:
         raise LimitExceeded(f"{len(request.decisions)} decisions and {len(request.learned)} documents in one message")
     for learned in request.learned:

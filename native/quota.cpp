@@ -59,20 +59,36 @@ bool Index::make_room_in(Quota& quota, std::uint64_t nbytes, std::uint32_t kept,
     return true;
 }
 
+// One look at each record, however many quotas there are.
 void Index::quota_problems(std::vector<std::string>& problems) const {
-    for (const auto& [tenant, quota] : quotas_) {
+    struct Count {
         std::uint64_t used = 0, evictable = 0;
-        for (std::uint32_t number = 0; number < records_.size(); ++number) {
-            const Record& record = records_[number];
-            if (!record.live || scopes_[record.scope].scope.tenant != tenant) continue;
-            used += class_bytes(record.at.slot);
-            if (!is_evictable(record) || number >= quota.unseen) continue;
-            ++evictable;
-            if (!quota.leaves.contains(own_leaf(number)))
-                problems.push_back("a chunk is not among its tenant's victims");
-        }
-        if (used != quota.used) problems.push_back("a tenant's quota counts bytes wrongly");
-        if (quota.unseen == NO_RECORD && evictable != quota.leaves.size())
+    };
+    std::map<Id, Count> counts;  // by tenant
+    struct Of {
+        const Quota* quota;
+        Count* count;
+    };
+    std::unordered_map<std::uint32_t, Of> of_scope;
+    for (const auto& [scope, number] : scopes_.numbers()) {
+        const auto quota = quotas_.find(scope.tenant);
+        if (quota != quotas_.end()) of_scope[number] = {&quota->second, &counts[scope.tenant]};
+    }
+    for (std::uint32_t number = 0; !of_scope.empty() && number < records_.size(); ++number) {
+        const Record& record = records_[number];
+        if (!record.live) continue;
+        const auto of = of_scope.find(record.scope);
+        if (of == of_scope.end()) continue;
+        const auto& [quota, count] = of->second;
+        count->used += class_bytes(record.at.slot);
+        if (!is_evictable(record) || number >= quota->unseen) continue;
+        ++count->evictable;
+        if (!quota->leaves.contains(own_leaf(number))) problems.push_back("a chunk is not among its tenant's victims");
+    }
+    for (const auto& [tenant, quota] : quotas_) {
+        const Count& count = counts[tenant];
+        if (count.used != quota.used) problems.push_back("a tenant's quota counts bytes wrongly");
+        if (quota.unseen == NO_RECORD && count.evictable != quota.leaves.size())
             problems.push_back("a tenant's quota has victims that are none");
     }
 }

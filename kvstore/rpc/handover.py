@@ -6,12 +6,18 @@
    its slots need not wait for the end of the process. A daemon that hangs finds the packet later.
 
 In between the connection is open and silent; its end tells each side that the other has gone.
+
+Every packet carries `PROTOCOL`, so a process finds out before it attaches that it and the daemon are of different
+versions: fields that one end does not know are ignored, over gRPC too, and slots would be granted and commits sent that
+the other never sees.
 """
 
 import json
 from dataclasses import dataclass
 
-PROTOCOL = 1
+from kvstore.errors import ConfigurationError
+
+PROTOCOL = 2  # raised with every change of these packets, of protos/ or of the table that the other end would not see
 PACKET_BYTES_MAX = 4096
 FDS_PER_PACKET = 2
 
@@ -46,11 +52,14 @@ Packet = Hello | Refusal | Memory
 
 
 def decode(packet: bytes) -> Packet:
-    """ValueError for what no daemon of this protocol sends."""
+    """ConfigurationError: the daemon's protocol is another. ValueError for what no daemon sends."""
     try:
         fields = json.loads(packet)
         if fields["protocol"] != PROTOCOL:
-            raise ValueError(f"the daemon speaks protocol {fields['protocol']} on arena.sock, this program {PROTOCOL}")
+            raise ConfigurationError(
+                f"the daemon speaks protocol {fields['protocol']} and this program {PROTOCOL}; install one version of "
+                "kvstore for the daemon and the engines of a node, and restart them"
+            )
         if "refused" in fields:
             return Refusal(fields["refused"])
         if "token" in fields:

@@ -28,6 +28,7 @@ from kvstore.errors import (
     WrongSize,
 )
 from kvstore.limits import KEYS_PER_CALL_MAX, MESSAGE_BYTES_MAX
+from kvstore.rpc.handover import PROTOCOL
 from kvstore.rpc.status import error_of
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
 from kvstore.session import Attachment, Kind, Role, Session
@@ -404,7 +405,7 @@ def test_garbage_on_arena_sock_ends_only_that_connection(daemon: Daemon, client:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(WAIT_S)
             sock.connect(str(daemon.runtime_dir / "arena.sock"))
-            assert json.loads(sock.recv(4096))["protocol"] == 1
+            assert json.loads(sock.recv(4096))["protocol"] == PROTOCOL
             sock.send(packet)
             assert sock.recv(4096) == b""
     client.put("s", {key(1): payload(1)})

@@ -16,11 +16,14 @@ import pytest
 from kvstore import attach, limits
 from kvstore import session as session_module
 from kvstore.attach import ArenaSocket, peer_pidfd
-from kvstore.errors import Unavailable
+from kvstore.errors import ConfigurationError, Unavailable
 from kvstore.namespace import canonical_json, seed_fingerprint
 from kvstore.operations import Operations
+from kvstore.rpc import handover
 from kvstore.rpc.handover import GOODBYE, Hello, Memory, Refusal, decode
 from kvstore.rpc.v1 import store_pb2
+from kvstore.session import Attachment, Role
+from kvstore.session import Session as ClientSession
 from kvstore.store import Session, Store
 from kvstore.tiers.cpu import CpuTier
 
@@ -259,6 +262,28 @@ def test_who_finds_the_queue_of_connections_full_waits_for_a_place(
         monkeypatch.setattr(session_module, "time", clock)
         session_module._connect(latecomer, path, deadline_s=time.monotonic() + WAIT_S)
         assert latecomer.getpeername() == path
+
+
+@pytest.mark.parametrize("theirs", [handover.PROTOCOL - 1, handover.PROTOCOL + 1])
+def test_a_process_and_a_daemon_of_different_versions_do_not_attach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: int
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(handover, "PROTOCOL", theirs)
+        hello = Hello(b"t" * 32).encode()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, contextlib.ExitStack() as open_sockets:
+        listener.bind(str(tmp_path / "arena.sock"))
+        listener.listen()
+        connect = session_module._connect
+
+        def connect_and_be_greeted(sock: socket.socket, path: str, deadline_s: float) -> None:
+            connect(sock, path, deadline_s)
+            open_sockets.enter_context(listener.accept()[0]).send(hello)
+
+        monkeypatch.setattr(session_module, "_connect", connect_and_be_greeted)
+        said = rf"daemon speaks protocol {theirs} and this program {handover.PROTOCOL}; install one version"
+        with pytest.raises(ConfigurationError, match=said):
+            ClientSession.attach(f"unix://{tmp_path}/kvstore.sock", Attachment(role=Role.ADMIN))
 
 
 def test_a_goodbye_ends_grants_though_the_process_lives(tmp_path: Path) -> None:

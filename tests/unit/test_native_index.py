@@ -890,6 +890,42 @@ def test_a_quota_counts_what_was_there_before_and_ends_when_it_is_unset() -> Non
         assert store.index.stats()["chunks"] == 7
 
 
+def test_quotas_are_checked_where_some_tenants_have_none_and_one_has_two_namespaces() -> None:
+    with native_store() as store:
+        third = b"3" * 16
+        for number, (namespace, tenant) in enumerate(
+            [(NAMESPACE, TENANT), (b"n" * 16, TENANT), (NAMESPACE, OTHER_TENANT), (NAMESPACE, third)] * 2
+        ):
+            [(slot, generation)] = store.index.grant(1, CHUNK, 1)
+            commit = (slot, generation, tenant, key_of(number), b"")
+            assert store.index.commit(1, namespace, [commit]) == [_native.STORED]
+        assert store.index.set_quota(TENANT, 9 * CHUNK) == 4 * CHUNK
+        assert store.index.set_quota(third, 9 * CHUNK) == 2 * CHUNK
+        store.index.set_quota(b"nobody's chunks.", CHUNK)
+        done = False
+        while not done:
+            assert store.index.problems() == []
+            done = store.index.order_for_quotas(steps=3)
+        assert store.index.problems() == []
+
+
+def test_a_parents_children_are_counted_by_the_sums() -> None:
+    with native_store() as store:
+        store.put(0)
+        for number in range(1, 9):
+            store.put(number, parent=key_of(0))
+        oldest = (4, 8, 1)  # one in the middle of its siblings, and either end
+        for number in (*oldest, 2, 3, 5, 6, 7, 0):
+            store.index.touch(NAMESPACE, TENANT, [key_of(number)])
+        for number in oldest:
+            removal = store.index.begin_removal(nbytes=CHUNK)
+            assert store.index.remove(removal, 1_000)
+            assert store.index.lookup(NAMESPACE, TENANT, [key_of(number)]) == bytes([MISS])
+            assert store.index.problems() == []
+        for start in range(9):
+            assert store.index.problems_of_chunks(start, steps=1)[0] == []
+
+
 def test_what_comes_and_goes_while_a_first_quota_is_prepared_is_in_its_order_too() -> None:
     with native_store() as store:
         put_chain(store, range(6))

@@ -1,10 +1,12 @@
 """The daemon's state behind the wire, with the real index: who may attach, what a message does, what ends a grant."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from kvstore import limits
+from kvstore import store as store_module
 from kvstore._native import CPU, MISS
 from kvstore.config import EVICTION_POLICY_DEFAULT
 from kvstore.errors import (
@@ -369,6 +371,15 @@ def test_a_message_is_never_skipped(store: Store) -> None:
             "commits of 2 slots, 1 generations, 2 keys and 0 parents",
         ),
         ({"commits": [one_commit()] * 257}, LimitExceeded, r"257 operations in one message; at most 256"),
+        (
+            {
+                "commits": [store_pb2.Commits(tenant=TENANT)] * 86,
+                "touches": [store_pb2.Chain(tenant=TENANT)] * 86,
+                "promotes": [store_pb2.Chain(tenant=TENANT)] * 85,
+            },
+            LimitExceeded,
+            r"257 operations in one message; at most 256",
+        ),
         ({"touches": [store_pb2.Chain(tenant=TENANT, keys=[b""])]}, BadKey, r"has 0 bytes"),
         ({"aborts": [store_pb2.SlotRef()] * 257}, LimitExceeded, r"257 operations in one message; at most 256"),
     ],
@@ -380,6 +391,22 @@ def test_bad_messages_are_refused_whole(
     with pytest.raises(error, match=message):
         step(store, session, grants_wanted=[1], misses=1, **fields)
     assert (granted_bytes(store), operations(store).stats(0).tiers[0].misses, session.last_number) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("batches", "keys"), [(1, 200_000), (200_000, 0)])
+def test_what_is_too_much_for_one_message_is_refused_before_anything_is_made_of_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch, batches: int, keys: int
+) -> None:
+    session = attach(store)
+    batch = store_pb2.Commits(
+        tenant=TENANT, slots=[0] * keys, generations=[1] * keys, keys=[b""] * keys, parents=[b""] * keys
+    )
+    request = store_pb2.StepRequest(number=1, instance_id=INSTANCE, commits=[batch] * batches)
+    made: list[object] = []
+    monkeypatch.setattr(store_module, "_Batch", SimpleNamespace(of=made.append))
+    with pytest.raises(LimitExceeded, match="200000 operations in one message; at most 256"):
+        store.step(session, request, 0)
+    assert made == []
 
 
 def test_only_clients_and_schedulers_send_steps(store: Store) -> None:
