@@ -110,7 +110,7 @@ class Reads:
     def _judge(self, read: _Read, done: IoDone) -> ReadOutcome:
         entry = read.entry
         self.health.succeeded()
-        if entry.forgotten:
+        if self._removals.find(entry.chunk) is not entry:
             return ReadOutcome.ABSENT
         why = _why_not(entry, done)
         if why is None:
@@ -143,7 +143,7 @@ class Reads:
         self._counters.io_errors += 1
         if error != errno.ENODATA:
             self._failed(f"reading: {os.strerror(error)}", at_once=False)
-        if entry.forgotten:
+        if self._removals.find(entry.chunk) is not entry:
             return ReadOutcome.ABSENT
         if error == errno.ENODATA:
             self._counters.corruptions += 1

@@ -41,6 +41,7 @@ class Write(Protocol):
     """One that runs, as far as a removal is concerned."""
 
     ghosts: frozenset[ChunkId]  # whose headers lay in the slot before
+    doomed_by: "Removal | None"  # which covers its chunk
     watched_by: "Removal | None"  # which covers one of them
 
 
@@ -148,11 +149,15 @@ class Removals:
         entry = self._catalog.entries.get(chunk)
         if entry is None:
             return None
-        removal = next((each for each in self._sweeping if each.covers(entry)), None)
+        removal = self._first_that_covers(entry)
         if removal is None:
             return entry
         self._forget(removal, entry)
         return None
+
+    def _first_that_covers(self, entry: Entry) -> Removal | None:
+        """What it covers is its own to forget, for no later removal may have zeroed it when this one is reported."""
+        return next((removal for removal in self._sweeping if removal.covers(entry)), None)
 
     def begin(self, scope: Scope, done: Callable[[Removed], None]) -> Removal:
         """The caller sees to the writes that run: each that it dooms adds one to `waits_for`."""
@@ -236,7 +241,7 @@ class Removals:
         steps = 0
         for entry in candidates:
             if self._is_due(removal, entry):
-                self._forget(removal, entry)
+                self._forget(self._first_that_covers(entry) or removal, entry)
                 steps += STEPS_OF_A_FORGET
             steps += 1
             if steps >= STEPS_PER_SLICE:
@@ -278,7 +283,9 @@ class Removals:
     def watch(self, write: Write) -> None:
         """It runs. Should it fail, the removal that takes ghosts just now gets the slot, if it covers one there."""
         removal = self._taking_ghosts
-        if removal is not None and any(removal.covers_header(chunk) for chunk in write.ghosts):
+        if removal is None or write.doomed_by is removal:
+            return  # it waits for that one already, and gets its slot however it ends
+        if any(removal.covers_header(chunk) for chunk in write.ghosts):
             write.watched_by = removal
             removal.waits_for += 1
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -570,6 +571,65 @@ def test_a_removal_covers_what_a_failing_write_overwrites_that_began_while_ghost
     run(scenario)
 
 
+def test_a_removal_ends_that_covers_both_a_running_write_and_what_it_overwrites(
+    tmp_path: Path, hanging: HangingMemory
+) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(slab_bytes=1)) as bench:  # one slot a slab
+            await store(bench, range(1))
+            bench.tier._catalog.foreign_bytes = bench.tier._catalog.cap_bytes  # so its slot is taken
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            memory = Memory(hanging.address, CHUNK_BYTES)
+            write = asyncio.ensure_future(outcome_of(bench.tier.write, chunk_id(5), memory))
+            await until(lambda: bool(bench.tier._writes.running), "the write to run")
+            assert [running.ghosts for running in bench.tier._writes.running.values()] == [{chunk_id(0)}]
+            removal = asyncio.ensure_future(bench.remove(Scope()))
+            await until(lambda: any(removal.has_ghosts for removal in bench.tier._removals._waiting), "the removal")
+            bench.tier._catalog.foreign_bytes = 0
+            hanging.let_go()
+            assert await write is WriteOutcome.ABORTED
+            await until(removal.done, "the end of the removal")
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path) as bench:
+            assert bench.held() == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("later", ["of one tenant", "of the oldest"])
+def test_a_removal_lasts_when_it_is_reported_also_where_a_later_one_came_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    monkeypatch.setattr(fs_removal, "STEPS_PER_SLICE", 60)  # three are forgotten a turn
+    last = frozenset(chunk_id(number, tenant=1) for number in range(5))
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path / "fs") as bench:
+            await store(bench, range(60))
+            await store(bench, range(5), tenant=1)  # where the first sweep comes last
+            bench.tier.touch([chunk_id(number) for number in range(60)])
+            ended: list[int] = []
+
+            def first_ended(removed: Removed) -> None:
+                ended.append(removed.chunks)
+                shutil.copytree(tmp_path / "fs", tmp_path / "killed")
+
+            bench.tier.remove(Scope(), first_ended)
+            limits = {} if later == "of one tenant" else {"bytes_wanted": 5 * slot_bytes_for(CHUNK_BYTES)}
+            scope = Scope(chunks=last) if later == "of one tenant" else Scope()
+            second = asyncio.ensure_future(removed_of(bench, scope, **limits))
+            while last & set(bench.held()):
+                await asyncio.sleep(0)
+            assert len(bench.held()) > 3  # the second one was there first
+            assert (await second).chunks == 0
+            assert ended == [65]
+        (tmp_path / "killed" / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path / "killed") as bench:
+            assert bench.held() == []
+
+    run(scenario)
+
+
 def test_a_removal_is_out_of_reach_at_once_however_long_its_sweep_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -806,6 +866,34 @@ def test_a_read_under_way_when_its_chunk_is_removed_brings_nothing(tmp_path: Pat
             await bench.remove(Scope(chunks=frozenset({chunk_id(1)})))
             assert (await read)[0] is ReadOutcome.ABSENT
             assert await found(bench, range(3)) == [0, 2]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("error", [0, errno.EIO])
+def test_a_read_that_ends_before_the_sweep_gets_to_its_chunk_brings_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(3))
+            returned = bench.tier._reads._returned
+            monkeypatch.setattr(
+                bench.tier._reads,
+                "_returned",
+                lambda read, done: returned(read, SimpleNamespace(error=error, head=done.head, checksum=done.checksum)),
+            )
+            monkeypatch.setattr(bench.tier._removals, "_sweep", lambda *sweep: sweeps.append(sweep))
+            sweep = type(bench.tier._removals)._sweep
+            sweeps: list[Any] = []
+            read = asyncio.ensure_future(bench.read(chunk_id(1)))
+            while not bench.tier._reads.running:
+                await asyncio.sleep(0)
+            removal = asyncio.ensure_future(bench.remove(Scope()))
+            assert (await read)[0] is ReadOutcome.ABSENT
+            assert bench.tier.stats().quarantined == 0
+            sweep(bench.tier._removals, *sweeps[0])
+            assert (await removal).chunks == 3
 
     run(scenario)
 
