@@ -269,7 +269,7 @@ class FsTier:
     def _stop_job(self) -> Callable[[], None]:
         stop_index = self._journal.prepare_stop()
         ghosts: dict[Slab, list[int]] = {}
-        for place, _ in self._catalog.free_ghosts():
+        for place, _ in self._catalog.idle_ghosts():
             ghosts.setdefault(place.slab, []).append(place.slot)
 
         def stop() -> None:

@@ -9,7 +9,8 @@ stays. One removal at a time is then made to last, in the order in which they ca
     forgotten, and no read or write of it runs -> commit, so that the index has none of it -> ghosts taken -> headers
     zeroed and synced, or the whole slab's epoch raised -> slots free -> reported
 
-Ghosts are free slots that still bear a header of what is removed: an eviction leaves it there, a failed write may have.
+Ghosts are slots that hold nothing and still bear a header of what is removed: an eviction leaves it there, a failed
+write or the failed zeroing of a damaged chunk may have.
 When the daemon dies, an unreported removal may have happened in part.
 """
 
@@ -61,6 +62,7 @@ class Removal:
     bytes_wanted: int | None = None
     forgotten: set[ChunkId] = field(default_factory=set)  # unless it is of everything in the scope
     slots: dict[Slab, dict[int, frozenset[ChunkId]]] = field(default_factory=dict)  # to be zeroed, with whose headers
+    quarantined: set[Place] = field(default_factory=set)  # of those slots
     waits_for: int = 1  # reads and writes that must return first, and the sweep
     is_swept: bool = False
     has_ghosts: bool = False  # they have been added
@@ -278,7 +280,7 @@ class Removals:
         self._taking_ghosts = removal
         for write in self._running():
             self.watch(write)
-        self._take_ghosts(removal, self._catalog.free_ghosts())
+        self._take_ghosts(removal, self._catalog.idle_ghosts())
 
     def watch(self, write: Write) -> None:
         """It runs. Should it fail, the removal that takes ghosts just now gets the slot, if it covers one there."""
@@ -293,6 +295,8 @@ class Removals:
         steps = 0
         for place, headers in ghosts:
             if any(removal.covers_header(chunk) for chunk in headers):
+                if place.slot in place.slab.quarantined:
+                    removal.quarantined.add(place)
                 self._catalog.take(place)
                 removal.add(place, headers)
                 steps += STEPS_OF_A_FREE
@@ -341,7 +345,8 @@ class Removals:
     def _free(self, removal: Removal, slots: Iterator[tuple[Place, frozenset[ChunkId]]], failed: str | None) -> None:
         steps = 0
         for place, headers in slots:
-            self._catalog.free(place, headers if failed else frozenset())
+            give_back = self._catalog.quarantine if place in removal.quarantined else self._catalog.free
+            give_back(place, headers if failed else frozenset())
             steps += STEPS_OF_A_FREE
             if steps >= STEPS_PER_SLICE:
                 self._loop.call_soon(self._free, removal, slots, failed)

@@ -142,7 +142,7 @@ def test_a_removed_slab_takes_its_chunks_and_free_slots_with_it() -> None:
     lost = catalog.remove_slab(first)
     assert [entry.chunk for entry in lost] == [chunk_id(number) for number in (1, 2, 3)]
     assert list(catalog.entries) == [chunk_id(4), chunk_id(5)]
-    assert list(catalog.free_ghosts()) == []
+    assert list(catalog.idle_ghosts()) == []
     assert catalog.take_free(second.size_class) == Place(second, 2)
     in_order(catalog)
 
@@ -161,14 +161,14 @@ def test_ghosts_are_known_until_the_slot_is_held_again() -> None:
     slab = grow(catalog, SMALL)
     (entry,) = fill(catalog, slab.size_class, 0, 1)
     catalog.free(catalog.forget(entry), frozenset({entry.chunk}))
-    ((place, headers),) = catalog.free_ghosts()
+    ((place, headers),) = catalog.idle_ghosts()
     assert headers == {entry.chunk}
     catalog.take(place)
-    assert list(catalog.free_ghosts()) == []
+    assert list(catalog.idle_ghosts()) == []
     assert not slab.free
     assert not slab.size_class.with_free
     catalog.free(place)
-    assert list(catalog.free_ghosts()) == []
+    assert list(catalog.idle_ghosts()) == []
     in_order(catalog)
 
 

@@ -877,12 +877,7 @@ def test_a_read_that_ends_before_the_sweep_gets_to_its_chunk_brings_nothing(
     async def scenario() -> None:
         async with fs_bench(tmp_path) as bench:
             await store(bench, range(3))
-            returned = bench.tier._reads._returned
-            monkeypatch.setattr(
-                bench.tier._reads,
-                "_returned",
-                lambda read, done: returned(read, SimpleNamespace(error=error, head=done.head, checksum=done.checksum)),
-            )
+            monkeypatch.setattr(bench.tier._reads, "_returned", with_error(bench, error))
             monkeypatch.setattr(bench.tier._removals, "_sweep", lambda *sweep: sweeps.append(sweep))
             sweep = type(bench.tier._removals)._sweep
             sweeps: list[Any] = []
@@ -894,6 +889,42 @@ def test_a_read_that_ends_before_the_sweep_gets_to_its_chunk_brings_nothing(
             assert bench.tier.stats().quarantined == 0
             sweep(bench.tier._removals, *sweeps[0])
             assert (await removal).chunks == 3
+
+    run(scenario)
+
+
+def with_error(bench: FsBench, error: int) -> Callable[[Any, Any], None]:
+    """In place of `_returned` of the reads: they end so."""
+    returned = bench.tier._reads._returned
+    return lambda read, done: returned(read, SimpleNamespace(error=error, head=done.head, checksum=done.checksum))  # type: ignore[arg-type]
+
+
+def test_a_removal_covers_a_quarantined_slot_whose_header_could_not_be_zeroed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path / "fs") as bench:
+            await store(bench, range(3))
+            slab, slot = bench.entry(chunk_id(1)).place
+            removal = Scope(tenant=bytes(16))
+            with monkeypatch.context() as patch:
+                patch.setattr(bench.tier._reads, "_returned", with_error(bench, errno.EIO))
+                patch.setattr(bench.tier._directory, "write_block", broken)
+                assert (await bench.read(chunk_id(1)))[0] is ReadOutcome.DAMAGED
+                assert (await bench.remove(Scope(tenant=bytes(15) + b"1"))).failed is None  # it has none of this
+                assert (await bench.remove(removal)).failed is not None
+            assert slab.quarantined == {slot}
+            assert bench.tier.stats().quarantined == 1
+            assert await bench.remove(removal) == Removed(0, 0)
+            assert slab.quarantined == {slot}
+            assert not slab.ghosts
+            shutil.copytree(tmp_path / "fs", tmp_path / "killed")
+        (tmp_path / "killed" / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path / "killed") as bench:
+            assert bench.held() == []
 
     run(scenario)
 
