@@ -15,7 +15,6 @@ When the daemon dies, an unreported removal may have happened in part.
 """
 
 import heapq
-import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ STEPS_PER_SLICE = 1_000  # a third of a microsecond or so each
 STEPS_OF_A_FORGET = 20
 STEPS_OF_A_FREE = 5
 STEPS_OF_A_CHOICE = 3
+SLOTS_PER_STEP = 10  # looked at, where none of them holds a chunk
 
 
 class Write(Protocol):
@@ -206,11 +206,14 @@ class Removals:
         since_us = None if unused_s is None else self._catalog.unused_since_us(unused_s)
         return Removal(scope, done, self._journal.sequence, since_us, bytes_wanted)
 
-    def _candidates(self, removal: Removal) -> Iterator[Entry]:
-        if removal.scope.chunks is None:
-            return itertools.chain.from_iterable(self._catalog.walk())
-        entries = self._catalog.entries
-        return (entries[chunk] for chunk in removal.scope.chunks if chunk in entries)
+    def _candidates(self, removal: Removal) -> Iterator[Entry | None]:
+        """Each costs a step; None is one that found nothing."""
+        if removal.scope.chunks is not None:
+            yield from map(self._catalog.entries.get, removal.scope.chunks)
+            return
+        for entries in self._catalog.walk(SLOTS_PER_STEP):
+            yield None
+            yield from entries
 
     def _is_due(self, removal: Removal, entry: Entry) -> bool:
         if not removal.covers(entry):
@@ -228,7 +231,7 @@ class Removals:
         def go_on() -> None:
             steps = 0
             for entry in candidates:
-                if self._is_due(removal, entry):
+                if entry is not None and self._is_due(removal, entry):
                     oldest.show(entry)
                     steps += STEPS_OF_A_CHOICE
                 steps += 1
@@ -239,10 +242,10 @@ class Removals:
 
         self._loop.call_soon(go_on)
 
-    def _sweep(self, removal: Removal, candidates: Iterator[Entry]) -> None:
+    def _sweep(self, removal: Removal, candidates: Iterator[Entry | None]) -> None:
         steps = 0
         for entry in candidates:
-            if self._is_due(removal, entry):
+            if entry is not None and self._is_due(removal, entry):
                 self._forget(self._first_that_covers(entry) or removal, entry)
                 steps += STEPS_OF_A_FORGET
             steps += 1

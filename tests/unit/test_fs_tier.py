@@ -782,6 +782,33 @@ def test_a_check_a_list_and_a_removal_let_others_have_their_turn(
     run(scenario)
 
 
+@pytest.mark.parametrize("scope", [Scope(), Scope(chunks=frozenset(chunk_id(number) for number in range(40)))])
+def test_a_removal_and_a_count_that_find_nothing_let_others_have_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: Scope
+) -> None:
+    async def turns_until(condition: Callable[[], object]) -> int:
+        turns = 0
+        while not condition():
+            await asyncio.sleep(0)
+            turns += 1
+        return turns
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(slab_bytes=20 * slot_bytes_for(CHUNK_BYTES))) as bench:
+            await store(bench, range(40))
+            await bench.remove(Scope())
+            monkeypatch.setattr(fs_removal, "STEPS_PER_SLICE", 1)
+            monkeypatch.setattr(fs_removal, "SLOTS_PER_STEP", 4)
+            counted: list[Removed] = []
+            bench.tier.remove(scope, counted.append, dry_run=True)
+            assert await turns_until(lambda: counted) >= 10
+            removal = asyncio.ensure_future(bench.remove(scope))
+            assert await turns_until(lambda: any(each.is_swept for each in bench.tier._removals._waiting)) >= 10
+            assert counted == [await removal] == [Removed(0, 0)]
+
+    run(scenario)
+
+
 def test_a_stop_waits_for_a_removal_that_still_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fs_removal, "STEPS_PER_SLICE", 1)
 
