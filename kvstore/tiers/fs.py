@@ -438,12 +438,13 @@ class FsTier:
         return self._catalog.set_quota(tenant, nbytes)
 
     def _keep_to_quotas(self, tenants: list[bytes]) -> None:
-        """A bounded number of evictions a turn. What is being read then is left to the tenant's next write."""
-        if tenants and not self._closing:
-            evicted = self._writes.evict_beyond_quota(tenants[-1])
-            if not evicted:
-                tenants.pop()
-            self._loop.call_soon(self._keep_to_quotas, tenants)
+        """A bounded number of evictions a commit, for all that wait for one are ended in one turn. What is being read
+        then is left to the tenant's next write."""
+        while tenants and not self._closing:
+            if self._writes.evict_beyond_quota(tenants[-1]):
+                self._journal.after_commit(partial(self._keep_to_quotas, tenants))
+                return
+            tenants.pop()
 
     # Now and then
 

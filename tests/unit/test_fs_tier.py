@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
@@ -18,15 +19,15 @@ from typing import Any
 import pytest
 
 from kvstore._native import crc32c
-from kvstore.tiers import fs, fs_check, fs_paths, fs_recovery, fs_removal, fs_writing
+from kvstore.tiers import fs, fs_check, fs_journal, fs_paths, fs_recovery, fs_removal, fs_writing
 from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Removed, Scope, WriteOutcome
 from kvstore.tiers.conformance import Memories, chunk_id, outcome_of
 from kvstore.tiers.fs import FsTier
 from kvstore.tiers.fs_catalog import TICKS_ARE_TIMES_FROM, small_files_bytes_for
 from kvstore.tiers.fs_directory import DirectoryInUse, FsDirectory
 from kvstore.tiers.fs_format import BLOCK_BYTES, SlabHeader, SlotHeader, seal, slot_bytes_for, slot_offset
-from kvstore.tiers.fs_index import IndexUnusable
-from tests.fs_support import CAP_BYTES, CHUNK_BYTES, FsBench, du, fs_bench, options, problems_found, until
+from kvstore.tiers.fs_index import Index, IndexUnusable
+from tests.fs_support import CAP_BYTES, CHUNK_BYTES, WAIT_S, FsBench, du, fs_bench, options, problems_found, until
 from tests.hanging_memory import HangingMemory
 
 Scenario = Callable[[], Awaitable[None]]
@@ -719,15 +720,48 @@ def test_a_removal_of_the_oldest_covers_the_headers_that_evictions_left_of_them(
     async def scenario() -> None:
         async with fs_bench(tmp_path / "fs") as bench:
             await store(bench, range(5))
+            evicted = bench.entry(chunk_id(0)).place
             bench.tier._writes.evict(bench.entry(chunk_id(0)), None)
-            await store(bench, [0, 6])  # to another slot, for the old one is free only after a commit
-            assert bench.entry(chunk_id(0)).place.slot != 0
-            bench.tier.touch([chunk_id(number) for number in range(1, 7)])
+            await store(bench, range(1))
+            await until(lambda: bool(list(bench.tier._catalog.idle_ghosts())), "the ghost")
+            assert list(bench.tier._catalog.idle_ghosts()) == [(evicted, {chunk_id(0)})]
+            bench.tier.touch([chunk_id(number) for number in range(1, 5)])
             assert (await removed_of(bench, bytes_wanted=1)).chunks == 1
             shutil.copytree(tmp_path / "fs", tmp_path / "killed")
         (tmp_path / "killed" / fs_paths.INDEX).unlink()
         async with fs_bench(tmp_path / "killed") as bench:
-            assert await found(bench, range(7)) == [1, 2, 3, 4, 6]
+            assert await found(bench, range(5)) == [1, 2, 3, 4]
+
+    run(scenario)
+
+
+def held_sweep(bench: FsBench, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The next sweep begins only when this is called."""
+    sweep = bench.tier._removals._sweep
+    held: list[Any] = []
+    monkeypatch.setattr(bench.tier._removals, "_sweep", lambda *arguments: held.append(arguments))
+
+    def go_on() -> None:
+        monkeypatch.setattr(bench.tier._removals, "_sweep", sweep)
+        sweep(*held[0])
+
+    return go_on
+
+
+def test_a_removal_leaves_what_is_stored_before_its_sweep_gets_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(3))
+            go_on = held_sweep(bench, monkeypatch)
+            removal = asyncio.ensure_future(bench.remove(Scope()))
+            await asyncio.sleep(0)
+            await store(bench, range(2, 4))  # one of them anew
+            assert await found(bench, range(4)) == [2, 3]
+            go_on()
+            assert (await removal).chunks == 3
+            assert await found(bench, range(4)) == [2, 3]
 
     run(scenario)
 
@@ -905,16 +939,14 @@ def test_a_read_that_ends_before_the_sweep_gets_to_its_chunk_brings_nothing(
         async with fs_bench(tmp_path) as bench:
             await store(bench, range(3))
             monkeypatch.setattr(bench.tier._reads, "_returned", with_error(bench, error))
-            monkeypatch.setattr(bench.tier._removals, "_sweep", lambda *sweep: sweeps.append(sweep))
-            sweep = type(bench.tier._removals)._sweep
-            sweeps: list[Any] = []
+            go_on = held_sweep(bench, monkeypatch)
             read = asyncio.ensure_future(bench.read(chunk_id(1)))
             while not bench.tier._reads.running:
                 await asyncio.sleep(0)
             removal = asyncio.ensure_future(bench.remove(Scope()))
             assert (await read)[0] is ReadOutcome.ABSENT
             assert bench.tier.stats().quarantined == 0
-            sweep(bench.tier._removals, *sweeps[0])
+            go_on()
             assert (await removal).chunks == 3
 
     run(scenario)
@@ -1263,7 +1295,18 @@ def test_a_disk_that_cannot_be_read_makes_reads_sick_and_they_heal(tmp_path: Pat
     run(scenario)
 
 
-def test_an_index_that_fails_is_made_anew_from_what_is_known(tmp_path: Path) -> None:
+def test_an_index_that_fails_is_made_anew_from_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fs_journal, "REFILL_PER_SLICE", 1)
+    commit = Index.commit
+    indexed: set[ChunkId] = set()  # by the new index
+    complete_with: list[set[ChunkId]] = []
+
+    def note_commit(index: Index, changes: dict[ChunkId, Any], sequence: int, *, complete: bool) -> None:
+        commit(index, changes, sequence, complete=complete)
+        indexed.update(changes)
+        if complete:
+            complete_with.append(set(indexed))
+
     async def scenario() -> None:
         async with fs_bench(tmp_path) as bench:
             await store(bench, range(10))
@@ -1274,10 +1317,12 @@ def test_an_index_that_fails_is_made_anew_from_what_is_known(tmp_path: Path) -> 
                 raise IndexUnusable("disk full")
 
             index.commit = fail  # type: ignore[method-assign]
+            monkeypatch.setattr(Index, "commit", note_commit)
             await store(bench, range(10, 12))
             await until(lambda: bench.tier._journal._index not in (None, index), "a new index")
             await until(lambda: bench.tier._journal._complete, "the new index to be complete")
             await store(bench, range(12, 14))
+        assert complete_with[0] >= {chunk_id(number) for number in range(12)}
         steps: list[str] = []
         async with fs_bench(tmp_path, step=steps.append) as bench:
             assert "headers read" not in steps
@@ -1398,7 +1443,13 @@ def test_what_is_beyond_a_quota_set_before_the_tier_is_warm_goes_once_it_is(
             await store(bench, range(9), tenant=1)
             await store(bench, range(5), tenant=2)
             await store(bench, range(3), tenant=3)
-        async with fs_bench(tmp_path, wait_ready=False) as bench:
+        may_commit = threading.Event()
+
+        def step(name: str) -> None:
+            if name == "committing":
+                may_commit.wait(WAIT_S)
+
+        async with fs_bench(tmp_path, wait_ready=False, step=step) as bench:
             bench.tier.set_quota((1).to_bytes(16, "big"), 3 * slot)
             bench.tier.set_quota((2).to_bytes(16, "big"), 4 * slot)
             bench.tier.set_quota((3).to_bytes(16, "big"), 4 * slot)
@@ -1407,8 +1458,14 @@ def test_what_is_beyond_a_quota_set_before_the_tier_is_warm_goes_once_it_is(
             for _ in range(20):
                 evictions.append(bench.tier.evictions)
                 await asyncio.sleep(0)
-            assert evictions[-1] == 6 + 1
+            assert evictions == [1] * 20  # the second tenant's; two more may go when that is committed
+            may_commit.set()
+            while evictions[-1] < 6 + 1:
+                evictions.append(bench.tier.evictions)
+                await asyncio.sleep(0)
             assert all(later - before <= 2 for before, later in pairwise(evictions))
+            await asyncio.sleep(0.02)
+            assert bench.tier.evictions == 6 + 1
             assert await chunks_of(bench, 1) == [6, 7, 8]
             assert await chunks_of(bench, 2) == [1, 2, 3, 4]
             assert await chunks_of(bench, 3) == [0, 1, 2]
