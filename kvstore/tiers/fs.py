@@ -14,7 +14,7 @@ What orders them
     evict       out of the catalog -> commit without the record -> slot free.        So a record in the index always
                 points at a slot that nobody has written to since, and a kill makes no index lie.
     remove      running writes doomed, out of reach -> out of the catalog -> commit -> headers zeroed and synced ->
-                reported (fs_removal). Zeroed are also free slots that still bear a header of what is removed (`ghosts`:
+                reported (fs_removal). Zeroed are also idle slots that still bear a header of what is removed (`ghosts`:
                 an eviction leaves it there, a failed write may have), and what a running write was going to overwrite,
                 should it fail.
     retire      all chunks of a slab out of the catalog -> commit -> another epoch in its header, synced -> unlinked

@@ -414,8 +414,12 @@ class Catalog:
         del self.entries[entry.chunk]
         if self.on_change is not None:
             self.on_change(entry.chunk, False)
+        tenant = self.tenants[entry.chunk.tenant]
         _unlink(entry)
-        self.tenants[entry.chunk.tenant].used_bytes -= slab.slot_bytes
+        # To the ends, or whoever still has this one would keep every one alive that went after it.
+        entry.older = entry.newer = slab.size_class.end
+        entry.older_of_tenant = entry.newer_of_tenant = tenant.end
+        tenant.used_bytes -= slab.slot_bytes
         self._drop_idle_tenant(entry.chunk.tenant)
         del slab.held[entry.place.slot]
         slab.taken += 1

@@ -76,6 +76,18 @@ def test_every_byte_charged_is_for_something() -> None:
     assert catalog.cost_of(SMALL, 10) == slab_charge(SMALL, 10)
 
 
+def test_a_forgotten_chunk_keeps_none_alive_that_was_forgotten_after_it() -> None:
+    catalog = make()
+    slab = grow(catalog, SMALL, 3)
+    entries = fill(catalog, slab.size_class, 0, 3)
+    for entry in entries[:2]:
+        catalog.free(catalog.forget(entry))
+    kept, later, held = entries
+    assert later not in (kept.older, kept.newer, kept.older_of_tenant, kept.newer_of_tenant)
+    assert list(catalog.evictable(slab.size_class)) == [held]
+    in_order(catalog)
+
+
 def test_a_cap_too_small_for_one_slot_is_stuck() -> None:
     catalog = make(600 << 10)
     assert catalog.room_for(catalog.class_of(LARGE), may_grow=True) == Stuck()

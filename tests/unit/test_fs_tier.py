@@ -1331,6 +1331,44 @@ def test_an_index_that_fails_is_made_anew_from_what_is_known(tmp_path: Path, mon
     run(scenario)
 
 
+def test_an_index_that_fails_while_it_is_filled_leaves_no_part_of_that_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs_journal, "REFILL_PER_SLICE", 1)
+    commit = Index.commit
+    indexed: dict[Index, set[ChunkId]] = {}
+    complete_with: list[set[ChunkId]] = []
+    filled, go_on = threading.Event(), threading.Event()
+
+    def note_commit(index: Index, changes: dict[ChunkId, Any], sequence: int, *, complete: bool) -> None:
+        commit(index, changes, sequence, complete=complete)
+        indexed.setdefault(index, set()).update(changes)
+        if complete:
+            complete_with.append(set(indexed[index]))
+        if len(indexed[index]) == 15 and not filled.is_set():
+            filled.set()
+            go_on.wait(WAIT_S)
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(20))
+            journal = bench.tier._journal
+            await until(lambda: journal.unindexed == 0, "a commit of them")
+            monkeypatch.setattr(Index, "commit", note_commit)
+            for _ in range(2):
+                journal.failed(IndexUnusable("disk full"))
+                journal._retry_at_s = 0  # as if the time had passed
+                journal.tick()
+                await until(filled.is_set, "most of it to be filled")
+            go_on.set()
+            await until(lambda: bool(complete_with), "the new index to be complete")
+        assert complete_with[0] == {chunk_id(number) for number in range(20)}
+        async with fs_bench(tmp_path) as bench:
+            assert await found(bench, range(20)) == list(range(20))
+
+    run(scenario)
+
+
 # Files that vanish
 
 
