@@ -14,7 +14,7 @@ What orders them
     evict       out of the catalog -> commit without the record -> slot free.        So a record in the index always
                 points at a slot that nobody has written to since, and a kill makes no index lie.
     remove      running writes doomed, out of reach -> out of the catalog -> commit -> headers zeroed and synced ->
-                reported (fs_removal). Zeroed are also free slots that still bear a header of what is removed (`ghosts`:
+                reported (fs_removal). Zeroed are also idle slots that still bear a header of what is removed (`ghosts`:
                 an eviction leaves it there, a failed write may have), and what a running write was going to overwrite,
                 should it fail.
     retire      all chunks of a slab out of the catalog -> commit -> another epoch in its header, synced -> unlinked
@@ -269,7 +269,7 @@ class FsTier:
     def _stop_job(self) -> Callable[[], None]:
         stop_index = self._journal.prepare_stop()
         ghosts: dict[Slab, list[int]] = {}
-        for place, _ in self._catalog.free_ghosts():
+        for place, _ in self._catalog.idle_ghosts():
             ghosts.setdefault(place.slab, []).append(place.slot)
 
         def stop() -> None:
@@ -438,12 +438,13 @@ class FsTier:
         return self._catalog.set_quota(tenant, nbytes)
 
     def _keep_to_quotas(self, tenants: list[bytes]) -> None:
-        """A bounded number of evictions a turn. What is being read then is left to the tenant's next write."""
-        if tenants and not self._closing:
-            evicted = self._writes.evict_beyond_quota(tenants[-1])
-            if not evicted:
-                tenants.pop()
-            self._loop.call_soon(self._keep_to_quotas, tenants)
+        """A bounded number of evictions a commit, for all that wait for one are ended in one turn. What is being read
+        then is left to the tenant's next write."""
+        while tenants and not self._closing:
+            if self._writes.evict_beyond_quota(tenants[-1]):
+                self._journal.after_commit(partial(self._keep_to_quotas, tenants))
+                return
+            tenants.pop()
 
     # Now and then
 

@@ -5,8 +5,8 @@ while the daemon lives; LMDB keeps a copy for the next start.
 
 Every slot of a slab is in exactly one state:
 
-    free -> taken -> held -> taken -> free      taken: being written, or evicted and not yet forgotten by the index
-                       \\-> taken -> quarantined
+    free -> taken -> held -> taken -> free      taken: being written, or evicted and not yet forgotten by the index,
+                       \\-> taken -> quarantined           or free or quarantined and being zeroed
 
 Every walk over all chunks goes a slice at a time (`walk`), for the event loop must turn in between.
 
@@ -331,8 +331,11 @@ class Catalog:
         return place
 
     def take(self, place: Place) -> None:
-        """Takes a free slot out of use, so that nobody writes to it while its header is zeroed."""
-        self._no_longer_free(place)
+        """Takes a slot out of the free or the quarantined, so that nothing becomes of it while its header is zeroed."""
+        if place.slot in place.slab.quarantined:
+            place.slab.quarantined.remove(place.slot)
+        else:
+            self._no_longer_free(place)
         place.slab.taken += 1
 
     def _no_longer_free(self, place: Place) -> None:
@@ -353,16 +356,23 @@ class Catalog:
         slab.free[slot] = None
         slab.size_class.with_free[slab] = None
 
-    def quarantine(self, place: Place) -> None:
-        place.slab.taken -= 1
-        place.slab.ghosts.pop(place.slot, None)
-        place.slab.quarantined.add(place.slot)
+    def quarantine(self, place: Place, ghosts: frozenset[ChunkId] = frozenset()) -> None:
+        """As `free`, but the slot is not used again in this run."""
+        slab, slot = place
+        slab.taken -= 1
+        if ghosts:
+            slab.ghosts[slot] = ghosts
+        else:
+            slab.ghosts.pop(slot, None)
+        slab.quarantined.add(slot)
 
-    def free_ghosts(self) -> Iterator[tuple[Place, frozenset[ChunkId]]]:
-        """Free slots that may bear a header, with whose. The catalog may change meanwhile: what comes is left out."""
+    def idle_ghosts(self) -> Iterator[tuple[Place, frozenset[ChunkId]]]:
+        """Free and quarantined slots that may bear a header, with whose. The catalog may change meanwhile: what comes
+        is left out."""
         for slab in list(self.slabs.values()):
             for slot in list(slab.ghosts):
-                if slot in slab.free and (headers := slab.ghosts.get(slot)) is not None:
+                headers = slab.ghosts.get(slot)
+                if headers is not None and (slot in slab.free or slot in slab.quarantined):
                     yield Place(slab, slot), headers
 
     # Chunks
@@ -404,8 +414,12 @@ class Catalog:
         del self.entries[entry.chunk]
         if self.on_change is not None:
             self.on_change(entry.chunk, False)
+        tenant = self.tenants[entry.chunk.tenant]
         _unlink(entry)
-        self.tenants[entry.chunk.tenant].used_bytes -= slab.slot_bytes
+        # To the ends, or whoever still has this one would keep every one alive that went after it.
+        entry.older = entry.newer = slab.size_class.end
+        entry.older_of_tenant = entry.newer_of_tenant = tenant.end
+        tenant.used_bytes -= slab.slot_bytes
         self._drop_idle_tenant(entry.chunk.tenant)
         del slab.held[entry.place.slot]
         slab.taken += 1

@@ -42,6 +42,7 @@ class Journal:
         self._index = recovered.index  # the worker's
         self._sequence = recovered.sequence
         self._complete = True  # False from the loss of an index until a new one has everything
+        self._failures = 0  # of an index
         self._retry_at_s = math.inf  # when to make a new one; inf: there is one, or it is being made
         self._changes: dict[ChunkId, Record | None] = {}
         self._touched: set[Entry] = set()
@@ -176,6 +177,7 @@ class Journal:
         if self._complete:
             log.error("%s: the index cannot be written: %s; making a new one", self._directory.path, error)
         self._complete = False
+        self._failures += 1
         self._retry_at_s = self._loop.time() + RETRY_S
 
         def drop() -> None:
@@ -195,7 +197,7 @@ class Journal:
         """Now and then."""
         if self._loop.time() >= self._retry_at_s:
             self._retry_at_s = math.inf
-            self._worker.run(self._make_in_worker_job(), self._made)
+            self._worker.run(self._make_in_worker_job(), partial(self._made, self._failures))
         if self._touched:
             self._soon()
 
@@ -209,16 +211,16 @@ class Journal:
 
         return make
 
-    def _made(self, result: Failure | None) -> None:
+    def _made(self, failures: int, result: Failure | None) -> None:
         if result is not None:
             self.failed(result)
         else:
-            self._refill(self._catalog.walk(REFILL_PER_SLICE))
+            self._refill(failures, self._catalog.walk(REFILL_PER_SLICE))
 
-    def _refill(self, slices: Iterator[list[Entry]]) -> None:
-        """What changes meanwhile goes to the new index as well."""
-        if self._retry_at_s != math.inf:
-            return  # it has failed again
+    def _refill(self, failures: int, slices: Iterator[list[Entry]]) -> None:
+        """What changes meanwhile goes to the new index as well. `failures`: those there had been when it was made."""
+        if self._failures != failures:
+            return  # it has failed again, and another one is or will be made
         entries = next(slices, None)
         if entries is None:
             self._complete = True
@@ -227,7 +229,7 @@ class Journal:
             return
         for entry in entries:
             self._changes.setdefault(entry.chunk, record_of(entry))
-        self.after_commit(partial(self._refill, slices))
+        self.after_commit(partial(self._refill, failures, slices))
 
 
 def _ignore(_: object) -> None:

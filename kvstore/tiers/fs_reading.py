@@ -110,7 +110,7 @@ class Reads:
     def _judge(self, read: _Read, done: IoDone) -> ReadOutcome:
         entry = read.entry
         self.health.succeeded()
-        if entry.forgotten:
+        if self._removals.find(entry.chunk) is not entry:
             return ReadOutcome.ABSENT
         why = _why_not(entry, done)
         if why is None:
@@ -143,7 +143,7 @@ class Reads:
         self._counters.io_errors += 1
         if error != errno.ENODATA:
             self._failed(f"reading: {os.strerror(error)}", at_once=False)
-        if entry.forgotten:
+        if self._removals.find(entry.chunk) is not entry:
             return ReadOutcome.ABSENT
         if error == errno.ENODATA:
             self._counters.corruptions += 1
@@ -192,22 +192,32 @@ class Reads:
         """Forgets a chunk whose bytes are not right. A quarantined slot is not used again in this run."""
         place = self._catalog.forget(entry)
         self._journal.forget(entry)
-
-        def zeroed(result: Failure | None) -> None:
-            if quarantine:
-                self._counters.quarantined += 1
-                self._catalog.quarantine(place)
-            else:
-                self._catalog.free(place, frozenset({entry.chunk}) if result is not None else frozenset())
-            self._on_room()
+        headers = frozenset({entry.chunk})
 
         def zero() -> None:
             self._directory.zero_slots(place.slab.fd, [place.slot], place.slab.slot_bytes)
 
+        def quarantined() -> None:
+            # With its ghost from the start: a removal that comes meanwhile must know of the header.
+            self._counters.quarantined += 1
+            self._catalog.quarantine(place, headers)
+            self._worker.run(zero, quarantined_and_zeroed)
+
+        def quarantined_and_zeroed(result: Failure | None) -> None:
+            if result is None:
+                place.slab.ghosts.pop(place.slot, None)
+            self._on_room()
+
+        def zeroed(result: Failure | None) -> None:
+            self._catalog.free(place, headers if result is not None else frozenset())
+            self._on_room()
+
         def after_readers() -> None:
             self._journal.after_commit(lambda: self._worker.run(zero, zeroed))
 
-        if entry.readers:
+        if quarantine:
+            self._journal.after_commit(quarantined)  # who still reads it finds it forgotten
+        elif entry.readers:
             self._removals.on_last_reader[entry] = after_readers
         else:
             after_readers()

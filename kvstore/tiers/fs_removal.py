@@ -9,12 +9,12 @@ stays. One removal at a time is then made to last, in the order in which they ca
     forgotten, and no read or write of it runs -> commit, so that the index has none of it -> ghosts taken -> headers
     zeroed and synced, or the whole slab's epoch raised -> slots free -> reported
 
-Ghosts are free slots that still bear a header of what is removed: an eviction leaves it there, a failed write may have.
+Ghosts are slots that hold nothing and still bear a header of what is removed: an eviction leaves it there, a failed
+write or the failed zeroing of a damaged chunk may have.
 When the daemon dies, an unreported removal may have happened in part.
 """
 
 import heapq
-import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -35,12 +35,14 @@ STEPS_PER_SLICE = 1_000  # a third of a microsecond or so each
 STEPS_OF_A_FORGET = 20
 STEPS_OF_A_FREE = 5
 STEPS_OF_A_CHOICE = 3
+SLOTS_PER_STEP = 10  # looked at, where none of them holds a chunk
 
 
 class Write(Protocol):
     """One that runs, as far as a removal is concerned."""
 
     ghosts: frozenset[ChunkId]  # whose headers lay in the slot before
+    doomed_by: "Removal | None"  # which covers its chunk
     watched_by: "Removal | None"  # which covers one of them
 
 
@@ -60,6 +62,7 @@ class Removal:
     bytes_wanted: int | None = None
     forgotten: set[ChunkId] = field(default_factory=set)  # unless it is of everything in the scope
     slots: dict[Slab, dict[int, frozenset[ChunkId]]] = field(default_factory=dict)  # to be zeroed, with whose headers
+    quarantined: set[Place] = field(default_factory=set)  # of those slots
     waits_for: int = 1  # reads and writes that must return first, and the sweep
     is_swept: bool = False
     has_ghosts: bool = False  # they have been added
@@ -148,11 +151,15 @@ class Removals:
         entry = self._catalog.entries.get(chunk)
         if entry is None:
             return None
-        removal = next((each for each in self._sweeping if each.covers(entry)), None)
+        removal = self._first_that_covers(entry)
         if removal is None:
             return entry
         self._forget(removal, entry)
         return None
+
+    def _first_that_covers(self, entry: Entry) -> Removal | None:
+        """What it covers is its own to forget, for no later removal may have zeroed it when this one is reported."""
+        return next((removal for removal in self._sweeping if removal.covers(entry)), None)
 
     def begin(self, scope: Scope, done: Callable[[Removed], None]) -> Removal:
         """The caller sees to the writes that run: each that it dooms adds one to `waits_for`."""
@@ -199,11 +206,14 @@ class Removals:
         since_us = None if unused_s is None else self._catalog.unused_since_us(unused_s)
         return Removal(scope, done, self._journal.sequence, since_us, bytes_wanted)
 
-    def _candidates(self, removal: Removal) -> Iterator[Entry]:
-        if removal.scope.chunks is None:
-            return itertools.chain.from_iterable(self._catalog.walk())
-        entries = self._catalog.entries
-        return (entries[chunk] for chunk in removal.scope.chunks if chunk in entries)
+    def _candidates(self, removal: Removal) -> Iterator[Entry | None]:
+        """Each costs a step; None is one that found nothing."""
+        if removal.scope.chunks is not None:
+            yield from map(self._catalog.entries.get, removal.scope.chunks)
+            return
+        for entries in self._catalog.walk(SLOTS_PER_STEP):
+            yield None
+            yield from entries
 
     def _is_due(self, removal: Removal, entry: Entry) -> bool:
         if not removal.covers(entry):
@@ -221,7 +231,7 @@ class Removals:
         def go_on() -> None:
             steps = 0
             for entry in candidates:
-                if self._is_due(removal, entry):
+                if entry is not None and self._is_due(removal, entry):
                     oldest.show(entry)
                     steps += STEPS_OF_A_CHOICE
                 steps += 1
@@ -232,11 +242,11 @@ class Removals:
 
         self._loop.call_soon(go_on)
 
-    def _sweep(self, removal: Removal, candidates: Iterator[Entry]) -> None:
+    def _sweep(self, removal: Removal, candidates: Iterator[Entry | None]) -> None:
         steps = 0
         for entry in candidates:
-            if self._is_due(removal, entry):
-                self._forget(removal, entry)
+            if entry is not None and self._is_due(removal, entry):
+                self._forget(self._first_that_covers(entry) or removal, entry)
                 steps += STEPS_OF_A_FORGET
             steps += 1
             if steps >= STEPS_PER_SLICE:
@@ -273,12 +283,14 @@ class Removals:
         self._taking_ghosts = removal
         for write in self._running():
             self.watch(write)
-        self._take_ghosts(removal, self._catalog.free_ghosts())
+        self._take_ghosts(removal, self._catalog.idle_ghosts())
 
     def watch(self, write: Write) -> None:
         """It runs. Should it fail, the removal that takes ghosts just now gets the slot, if it covers one there."""
         removal = self._taking_ghosts
-        if removal is not None and any(removal.covers_header(chunk) for chunk in write.ghosts):
+        if removal is None or write.doomed_by is removal:
+            return  # it waits for that one already, and gets its slot however it ends
+        if any(removal.covers_header(chunk) for chunk in write.ghosts):
             write.watched_by = removal
             removal.waits_for += 1
 
@@ -286,6 +298,8 @@ class Removals:
         steps = 0
         for place, headers in ghosts:
             if any(removal.covers_header(chunk) for chunk in headers):
+                if place.slot in place.slab.quarantined:
+                    removal.quarantined.add(place)
                 self._catalog.take(place)
                 removal.add(place, headers)
                 steps += STEPS_OF_A_FREE
@@ -334,7 +348,8 @@ class Removals:
     def _free(self, removal: Removal, slots: Iterator[tuple[Place, frozenset[ChunkId]]], failed: str | None) -> None:
         steps = 0
         for place, headers in slots:
-            self._catalog.free(place, headers if failed else frozenset())
+            give_back = self._catalog.quarantine if place in removal.quarantined else self._catalog.free
+            give_back(place, headers if failed else frozenset())
             steps += STEPS_OF_A_FREE
             if steps >= STEPS_PER_SLICE:
                 self._loop.call_soon(self._free, removal, slots, failed)

@@ -76,6 +76,18 @@ def test_every_byte_charged_is_for_something() -> None:
     assert catalog.cost_of(SMALL, 10) == slab_charge(SMALL, 10)
 
 
+def test_a_forgotten_chunk_keeps_none_alive_that_was_forgotten_after_it() -> None:
+    catalog = make()
+    slab = grow(catalog, SMALL, 3)
+    entries = fill(catalog, slab.size_class, 0, 3)
+    for entry in entries[:2]:
+        catalog.free(catalog.forget(entry))
+    kept, later, held = entries
+    assert later not in (kept.older, kept.newer, kept.older_of_tenant, kept.newer_of_tenant)
+    assert list(catalog.evictable(slab.size_class)) == [held]
+    in_order(catalog)
+
+
 def test_a_cap_too_small_for_one_slot_is_stuck() -> None:
     catalog = make(600 << 10)
     assert catalog.room_for(catalog.class_of(LARGE), may_grow=True) == Stuck()
@@ -142,7 +154,7 @@ def test_a_removed_slab_takes_its_chunks_and_free_slots_with_it() -> None:
     lost = catalog.remove_slab(first)
     assert [entry.chunk for entry in lost] == [chunk_id(number) for number in (1, 2, 3)]
     assert list(catalog.entries) == [chunk_id(4), chunk_id(5)]
-    assert list(catalog.free_ghosts()) == []
+    assert list(catalog.idle_ghosts()) == []
     assert catalog.take_free(second.size_class) == Place(second, 2)
     in_order(catalog)
 
@@ -161,14 +173,14 @@ def test_ghosts_are_known_until_the_slot_is_held_again() -> None:
     slab = grow(catalog, SMALL)
     (entry,) = fill(catalog, slab.size_class, 0, 1)
     catalog.free(catalog.forget(entry), frozenset({entry.chunk}))
-    ((place, headers),) = catalog.free_ghosts()
+    ((place, headers),) = catalog.idle_ghosts()
     assert headers == {entry.chunk}
     catalog.take(place)
-    assert list(catalog.free_ghosts()) == []
+    assert list(catalog.idle_ghosts()) == []
     assert not slab.free
     assert not slab.size_class.with_free
     catalog.free(place)
-    assert list(catalog.free_ghosts()) == []
+    assert list(catalog.idle_ghosts()) == []
     in_order(catalog)
 
 

@@ -8,24 +8,26 @@ import os
 import random
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvstore._native import crc32c
-from kvstore.tiers import fs, fs_check, fs_paths, fs_recovery, fs_removal, fs_writing
+from kvstore.tiers import fs, fs_check, fs_journal, fs_paths, fs_recovery, fs_removal, fs_writing
 from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Removed, Scope, WriteOutcome
 from kvstore.tiers.conformance import Memories, chunk_id, outcome_of
 from kvstore.tiers.fs import FsTier
 from kvstore.tiers.fs_catalog import TICKS_ARE_TIMES_FROM, small_files_bytes_for
 from kvstore.tiers.fs_directory import DirectoryInUse, FsDirectory
 from kvstore.tiers.fs_format import BLOCK_BYTES, SlabHeader, SlotHeader, seal, slot_bytes_for, slot_offset
-from kvstore.tiers.fs_index import IndexUnusable
-from tests.fs_support import CAP_BYTES, CHUNK_BYTES, FsBench, du, fs_bench, options, problems_found, until
+from kvstore.tiers.fs_index import Index, IndexUnusable
+from tests.fs_support import CAP_BYTES, CHUNK_BYTES, WAIT_S, FsBench, du, fs_bench, options, problems_found, until
 from tests.hanging_memory import HangingMemory
 
 Scenario = Callable[[], Awaitable[None]]
@@ -570,6 +572,65 @@ def test_a_removal_covers_what_a_failing_write_overwrites_that_began_while_ghost
     run(scenario)
 
 
+def test_a_removal_ends_that_covers_both_a_running_write_and_what_it_overwrites(
+    tmp_path: Path, hanging: HangingMemory
+) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(slab_bytes=1)) as bench:  # one slot a slab
+            await store(bench, range(1))
+            bench.tier._catalog.foreign_bytes = bench.tier._catalog.cap_bytes  # so its slot is taken
+            bench.tier._pool.add_region(hanging.address, hanging.nbytes)
+            memory = Memory(hanging.address, CHUNK_BYTES)
+            write = asyncio.ensure_future(outcome_of(bench.tier.write, chunk_id(5), memory))
+            await until(lambda: bool(bench.tier._writes.running), "the write to run")
+            assert [running.ghosts for running in bench.tier._writes.running.values()] == [{chunk_id(0)}]
+            removal = asyncio.ensure_future(bench.remove(Scope()))
+            await until(lambda: any(removal.has_ghosts for removal in bench.tier._removals._waiting), "the removal")
+            bench.tier._catalog.foreign_bytes = 0
+            hanging.let_go()
+            assert await write is WriteOutcome.ABORTED
+            await until(removal.done, "the end of the removal")
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path) as bench:
+            assert bench.held() == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("later", ["of one tenant", "of the oldest"])
+def test_a_removal_lasts_when_it_is_reported_also_where_a_later_one_came_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    monkeypatch.setattr(fs_removal, "STEPS_PER_SLICE", 60)  # three are forgotten a turn
+    last = frozenset(chunk_id(number, tenant=1) for number in range(5))
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path / "fs") as bench:
+            await store(bench, range(60))
+            await store(bench, range(5), tenant=1)  # where the first sweep comes last
+            bench.tier.touch([chunk_id(number) for number in range(60)])
+            ended: list[int] = []
+
+            def first_ended(removed: Removed) -> None:
+                ended.append(removed.chunks)
+                shutil.copytree(tmp_path / "fs", tmp_path / "killed")
+
+            bench.tier.remove(Scope(), first_ended)
+            limits = {} if later == "of one tenant" else {"bytes_wanted": 5 * slot_bytes_for(CHUNK_BYTES)}
+            scope = Scope(chunks=last) if later == "of one tenant" else Scope()
+            second = asyncio.ensure_future(removed_of(bench, scope, **limits))
+            while last & set(bench.held()):
+                await asyncio.sleep(0)
+            assert len(bench.held()) > 3  # the second one was there first
+            assert (await second).chunks == 0
+            assert ended == [65]
+        (tmp_path / "killed" / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path / "killed") as bench:
+            assert bench.held() == []
+
+    run(scenario)
+
+
 def test_a_removal_is_out_of_reach_at_once_however_long_its_sweep_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -659,15 +720,48 @@ def test_a_removal_of_the_oldest_covers_the_headers_that_evictions_left_of_them(
     async def scenario() -> None:
         async with fs_bench(tmp_path / "fs") as bench:
             await store(bench, range(5))
+            evicted = bench.entry(chunk_id(0)).place
             bench.tier._writes.evict(bench.entry(chunk_id(0)), None)
-            await store(bench, [0, 6])  # to another slot, for the old one is free only after a commit
-            assert bench.entry(chunk_id(0)).place.slot != 0
-            bench.tier.touch([chunk_id(number) for number in range(1, 7)])
+            await store(bench, range(1))
+            await until(lambda: bool(list(bench.tier._catalog.idle_ghosts())), "the ghost")
+            assert list(bench.tier._catalog.idle_ghosts()) == [(evicted, {chunk_id(0)})]
+            bench.tier.touch([chunk_id(number) for number in range(1, 5)])
             assert (await removed_of(bench, bytes_wanted=1)).chunks == 1
             shutil.copytree(tmp_path / "fs", tmp_path / "killed")
         (tmp_path / "killed" / fs_paths.INDEX).unlink()
         async with fs_bench(tmp_path / "killed") as bench:
-            assert await found(bench, range(7)) == [1, 2, 3, 4, 6]
+            assert await found(bench, range(5)) == [1, 2, 3, 4]
+
+    run(scenario)
+
+
+def held_sweep(bench: FsBench, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The next sweep begins only when this is called."""
+    sweep = bench.tier._removals._sweep
+    held: list[Any] = []
+    monkeypatch.setattr(bench.tier._removals, "_sweep", lambda *arguments: held.append(arguments))
+
+    def go_on() -> None:
+        monkeypatch.setattr(bench.tier._removals, "_sweep", sweep)
+        sweep(*held[0])
+
+    return go_on
+
+
+def test_a_removal_leaves_what_is_stored_before_its_sweep_gets_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(3))
+            go_on = held_sweep(bench, monkeypatch)
+            removal = asyncio.ensure_future(bench.remove(Scope()))
+            await asyncio.sleep(0)
+            await store(bench, range(2, 4))  # one of them anew
+            assert await found(bench, range(4)) == [2, 3]
+            go_on()
+            assert (await removal).chunks == 3
+            assert await found(bench, range(4)) == [2, 3]
 
     run(scenario)
 
@@ -718,6 +812,33 @@ def test_a_check_a_list_and_a_removal_let_others_have_their_turn(
                 left.append(bench.tier.stats().chunks)
             assert all(before - after <= 1 for before, after in pairwise(left))  # a forget is twenty steps
             assert (await removed).chunks == left[0]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("scope", [Scope(), Scope(chunks=frozenset(chunk_id(number) for number in range(40)))])
+def test_a_removal_and_a_count_that_find_nothing_let_others_have_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: Scope
+) -> None:
+    async def turns_until(condition: Callable[[], object]) -> int:
+        turns = 0
+        while not condition():
+            await asyncio.sleep(0)
+            turns += 1
+        return turns
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(slab_bytes=20 * slot_bytes_for(CHUNK_BYTES))) as bench:
+            await store(bench, range(40))
+            await bench.remove(Scope())
+            monkeypatch.setattr(fs_removal, "STEPS_PER_SLICE", 1)
+            monkeypatch.setattr(fs_removal, "SLOTS_PER_STEP", 4)
+            counted: list[Removed] = []
+            bench.tier.remove(scope, counted.append, dry_run=True)
+            assert await turns_until(lambda: counted) >= 10
+            removal = asyncio.ensure_future(bench.remove(scope))
+            assert await turns_until(lambda: any(each.is_swept for each in bench.tier._removals._waiting)) >= 10
+            assert counted == [await removal] == [Removed(0, 0)]
 
     run(scenario)
 
@@ -806,6 +927,63 @@ def test_a_read_under_way_when_its_chunk_is_removed_brings_nothing(tmp_path: Pat
             await bench.remove(Scope(chunks=frozenset({chunk_id(1)})))
             assert (await read)[0] is ReadOutcome.ABSENT
             assert await found(bench, range(3)) == [0, 2]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("error", [0, errno.EIO])
+def test_a_read_that_ends_before_the_sweep_gets_to_its_chunk_brings_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(3))
+            monkeypatch.setattr(bench.tier._reads, "_returned", with_error(bench, error))
+            go_on = held_sweep(bench, monkeypatch)
+            read = asyncio.ensure_future(bench.read(chunk_id(1)))
+            while not bench.tier._reads.running:
+                await asyncio.sleep(0)
+            removal = asyncio.ensure_future(bench.remove(Scope()))
+            assert (await read)[0] is ReadOutcome.ABSENT
+            assert bench.tier.stats().quarantined == 0
+            go_on()
+            assert (await removal).chunks == 3
+
+    run(scenario)
+
+
+def with_error(bench: FsBench, error: int) -> Callable[[Any, Any], None]:
+    """In place of `_returned` of the reads: they end so."""
+    returned = bench.tier._reads._returned
+    return lambda read, done: returned(read, SimpleNamespace(error=error, head=done.head, checksum=done.checksum))  # type: ignore[arg-type]
+
+
+def test_a_removal_covers_a_quarantined_slot_whose_header_could_not_be_zeroed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path / "fs") as bench:
+            await store(bench, range(3))
+            slab, slot = bench.entry(chunk_id(1)).place
+            removal = Scope(tenant=bytes(16))
+            with monkeypatch.context() as patch:
+                patch.setattr(bench.tier._reads, "_returned", with_error(bench, errno.EIO))
+                patch.setattr(bench.tier._directory, "write_block", broken)
+                assert (await bench.read(chunk_id(1)))[0] is ReadOutcome.DAMAGED
+                assert (await bench.remove(Scope(tenant=bytes(15) + b"1"))).failed is None  # it has none of this
+                assert (await bench.remove(removal)).failed is not None
+            assert slab.quarantined == {slot}
+            assert bench.tier.stats().quarantined == 1
+            assert await bench.remove(removal) == Removed(0, 0)
+            assert slab.quarantined == {slot}
+            assert not slab.ghosts
+            shutil.copytree(tmp_path / "fs", tmp_path / "killed")
+        (tmp_path / "killed" / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path / "killed") as bench:
+            assert bench.held() == []
 
     run(scenario)
 
@@ -1117,7 +1295,18 @@ def test_a_disk_that_cannot_be_read_makes_reads_sick_and_they_heal(tmp_path: Pat
     run(scenario)
 
 
-def test_an_index_that_fails_is_made_anew_from_what_is_known(tmp_path: Path) -> None:
+def test_an_index_that_fails_is_made_anew_from_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fs_journal, "REFILL_PER_SLICE", 1)
+    commit = Index.commit
+    indexed: set[ChunkId] = set()  # by the new index
+    complete_with: list[set[ChunkId]] = []
+
+    def note_commit(index: Index, changes: dict[ChunkId, Any], sequence: int, *, complete: bool) -> None:
+        commit(index, changes, sequence, complete=complete)
+        indexed.update(changes)
+        if complete:
+            complete_with.append(set(indexed))
+
     async def scenario() -> None:
         async with fs_bench(tmp_path) as bench:
             await store(bench, range(10))
@@ -1128,14 +1317,54 @@ def test_an_index_that_fails_is_made_anew_from_what_is_known(tmp_path: Path) -> 
                 raise IndexUnusable("disk full")
 
             index.commit = fail  # type: ignore[method-assign]
+            monkeypatch.setattr(Index, "commit", note_commit)
             await store(bench, range(10, 12))
             await until(lambda: bench.tier._journal._index not in (None, index), "a new index")
             await until(lambda: bench.tier._journal._complete, "the new index to be complete")
             await store(bench, range(12, 14))
+        assert complete_with[0] >= {chunk_id(number) for number in range(12)}
         steps: list[str] = []
         async with fs_bench(tmp_path, step=steps.append) as bench:
             assert "headers read" not in steps
             assert await found(bench, range(14)) == list(range(14))
+
+    run(scenario)
+
+
+def test_an_index_that_fails_while_it_is_filled_leaves_no_part_of_that_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs_journal, "REFILL_PER_SLICE", 1)
+    commit = Index.commit
+    indexed: dict[Index, set[ChunkId]] = {}
+    complete_with: list[set[ChunkId]] = []
+    filled, go_on = threading.Event(), threading.Event()
+
+    def note_commit(index: Index, changes: dict[ChunkId, Any], sequence: int, *, complete: bool) -> None:
+        commit(index, changes, sequence, complete=complete)
+        indexed.setdefault(index, set()).update(changes)
+        if complete:
+            complete_with.append(set(indexed[index]))
+        if len(indexed[index]) == 15 and not filled.is_set():
+            filled.set()
+            go_on.wait(WAIT_S)
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(20))
+            journal = bench.tier._journal
+            await until(lambda: journal.unindexed == 0, "a commit of them")
+            monkeypatch.setattr(Index, "commit", note_commit)
+            for _ in range(2):
+                journal.failed(IndexUnusable("disk full"))
+                journal._retry_at_s = 0  # as if the time had passed
+                journal.tick()
+                await until(filled.is_set, "most of it to be filled")
+            go_on.set()
+            await until(lambda: bool(complete_with), "the new index to be complete")
+        assert complete_with[0] == {chunk_id(number) for number in range(20)}
+        async with fs_bench(tmp_path) as bench:
+            assert await found(bench, range(20)) == list(range(20))
 
     run(scenario)
 
@@ -1252,7 +1481,13 @@ def test_what_is_beyond_a_quota_set_before_the_tier_is_warm_goes_once_it_is(
             await store(bench, range(9), tenant=1)
             await store(bench, range(5), tenant=2)
             await store(bench, range(3), tenant=3)
-        async with fs_bench(tmp_path, wait_ready=False) as bench:
+        may_commit = threading.Event()
+
+        def step(name: str) -> None:
+            if name == "committing":
+                may_commit.wait(WAIT_S)
+
+        async with fs_bench(tmp_path, wait_ready=False, step=step) as bench:
             bench.tier.set_quota((1).to_bytes(16, "big"), 3 * slot)
             bench.tier.set_quota((2).to_bytes(16, "big"), 4 * slot)
             bench.tier.set_quota((3).to_bytes(16, "big"), 4 * slot)
@@ -1261,8 +1496,14 @@ def test_what_is_beyond_a_quota_set_before_the_tier_is_warm_goes_once_it_is(
             for _ in range(20):
                 evictions.append(bench.tier.evictions)
                 await asyncio.sleep(0)
-            assert evictions[-1] == 6 + 1
+            assert evictions == [1] * 20  # the second tenant's; two more may go when that is committed
+            may_commit.set()
+            while evictions[-1] < 6 + 1:
+                evictions.append(bench.tier.evictions)
+                await asyncio.sleep(0)
             assert all(later - before <= 2 for before, later in pairwise(evictions))
+            await asyncio.sleep(0.02)
+            assert bench.tier.evictions == 6 + 1
             assert await chunks_of(bench, 1) == [6, 7, 8]
             assert await chunks_of(bench, 2) == [1, 2, 3, 4]
             assert await chunks_of(bench, 3) == [0, 1, 2]
