@@ -90,23 +90,22 @@ class Explanations:
     _counts: dict[tuple[str, str], _Count] = field(default_factory=dict)
     _balances: dict[str, _Balance] = field(default_factory=dict)
 
-    def told(self, group: str, namespace: bytes, decisions: Sequence[store_pb2.Decision], now_ms: int) -> None:
-        """A group's decisions, new ones or with what came of them."""
-        for decision in decisions:
-            before = self._kept.get((group, decision.number))
-            if before is None:
-                kind = STORE if decision.is_store else LOAD
-                self._count(kind, decision.reason, decision.refused_count if decision.is_store else 0)
-                if decision.disk_reason:
-                    self._count(DISK, decision.disk_reason, decision.disk_refused_count)
-                self._refuse(namespace, decision, now_ms)
-                self._kept[group, decision.number] = _Kept(group, namespace, decision, now_ms)
-                if len(self._kept) > DECISIONS_KEPT:
-                    self._kept.popitem(last=False)
-            else:
-                if decision.first_token_s and not before.decision.first_token_s:
-                    self._balance(decision)
-                before.decision = decision
+    def told(self, group: str, namespace: bytes, decision: store_pb2.Decision, now_ms: int) -> None:
+        """A group's decision: a new one, or with what came of it."""
+        before = self._kept.get((group, decision.number))
+        if before is not None:
+            if decision.first_token_s and not before.decision.first_token_s:
+                self._balance(decision)
+            before.decision = decision
+            return
+        kind = STORE if decision.is_store else LOAD
+        self._count(kind, decision.reason, decision.refused_count if decision.is_store else 0)
+        if decision.disk_reason:
+            self._count(DISK, decision.disk_reason, decision.disk_refused_count)
+        self._refuse(namespace, decision, now_ms)
+        self._kept[group, decision.number] = _Kept(group, namespace, decision, now_ms)
+        if len(self._kept) > DECISIONS_KEPT:
+            self._kept.popitem(last=False)
 
     def _count(self, kind: str, reason: str, refused_chunks: int) -> None:
         if (kind, reason) not in self._counts and len(self._counts) >= REASONS_MAX:

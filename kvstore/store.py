@@ -399,7 +399,7 @@ class Store:
         for decision in request.decisions:
             # What came of a decision may be told to another daemon, before the workers have come to it.
             namespace = group.kinds[decision.kind].namespace if decision.kind < len(group.kinds) else b""
-            self.explanations.told(group.name, namespace, [decision], now_ms)
+            self.explanations.told(group.name, namespace, decision, now_ms)
         self._learn(request, reply)
         while group.reads:
             chunks, seconds = group.reads.popleft()

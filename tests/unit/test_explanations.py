@@ -33,7 +33,8 @@ def store(number: int, keys: list[bytes], reason: str = "ADMISSION") -> Decision
 
 
 def tell(known: Explanations, *decisions: Decision, group: str = "engine", now_ms: int = 0) -> None:
-    known.told(group, NAMESPACE, [decision.message() for decision in decisions], now_ms)
+    for decision in decisions:
+        known.told(group, NAMESPACE, decision.message(), now_ms)
 
 
 def nowhere(*_: bytes) -> str:
