@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import socket
@@ -21,7 +22,7 @@ from kvstore.namespace import canonical_json, seed_fingerprint
 from kvstore.operations import Operations
 from kvstore.rpc import handover
 from kvstore.rpc.handover import GOODBYE, Hello, Memory, Refusal, decode
-from kvstore.rpc.v1 import store_pb2
+from kvstore.rpc.v1 import admin_pb2, store_pb2
 from kvstore.session import Attachment, Role
 from kvstore.session import Session as ClientSession
 from kvstore.store import Session, Store
@@ -284,6 +285,19 @@ def test_a_process_and_a_daemon_of_different_versions_do_not_attach(
         said = rf"daemon speaks protocol {theirs} and this program {handover.PROTOCOL}; install one version"
         with pytest.raises(ConfigurationError, match=said):
             ClientSession.attach(f"unix://{tmp_path}/kvstore.sock", Attachment(role=Role.ADMIN))
+
+
+# Of protos/, by the protocol that was current when they last changed.
+WIRE_DIGESTS = {2: "ab79d6c1663f66ec197ad51ff94c29849cad4bac623cba767376522ddcc6536f"}
+
+
+def test_a_change_of_the_wire_is_a_change_of_the_protocol() -> None:
+    """An end that ignores a field it does not know does something else than it was told: it evicts more, say."""
+    digest = hashlib.sha256(store_pb2.DESCRIPTOR.serialized_pb + admin_pb2.DESCRIPTOR.serialized_pb).hexdigest()
+    assert digest == WIRE_DIGESTS[handover.PROTOCOL], (
+        "protos/ changed. If an older end would not see it, or do something else, raise handover.PROTOCOL; then "
+        f"put {digest} here"
+    )
 
 
 def test_a_goodbye_ends_grants_though_the_process_lives(tmp_path: Path) -> None:
