@@ -2,8 +2,13 @@
 
 Concurrency: one client may be shared by threads (not across a fork). `StoreClient._lock` guards which connection is
 the current one and how many calls use each; a lost connection is closed, and its memory unmapped, by the last call
-that leaves it. Lookups and gets run beside each other; puts of one client take turns, because the group's share of
-slots is theirs together.
+that leaves it. Lookups and gets run beside each other. Puts of one client take turns in what needs order: who gets
+which of the group's slots (two that asked at once would each count on the other's), and who copies (the pool's threads
+are as many as pay). A turn ends when the commits are queued, so that the next put is copied while these are on their
+way. What that leaves open the daemon decides: of two puts of one key the first commit is kept, and the other caller
+learns that it is present. Commits arrive in the order of the turns, so no child comes before its parent. A put whose
+slots were taken back by an operator's removal takes another turn: what was granted before the removal is in nobody's
+hands then, and whoever copied into such slots meanwhile is told the same and does the same.
 
 A get copies first and compares generations after: bytes whose slot was handed out to somebody else meanwhile are never
 returned. A put makes a chunk visible only by a commit, sent after its copy's threads have fenced their stores. A round
@@ -19,6 +24,7 @@ right as long as it is mapped) and the next call attaches again.
 import contextlib
 import enum
 import itertools
+import math
 import os
 import threading
 import time
@@ -302,7 +308,9 @@ class _Connection:
         self._ended: dict[int, _native.Finished] = {}  # guarded by _ended_lock
         self._ended_lock = threading.Lock()
         self._put_turn = threading.Lock()
-        self._put_ended_s = -GRANTS_IDLE_S  # guarded by _put_turn
+        self._put_ended_s = -GRANTS_IDLE_S  # the last turn; guarded by _put_turn
+        self._puts = 0  # calls, those that wait for a turn or for outcomes too; guarded by _puts_lock
+        self._puts_lock = threading.Lock()
 
     @property
     def lost(self) -> bool:
@@ -333,22 +341,43 @@ class _Connection:
 
     def put(self, tenant: bytes, keys: list[bytes], payloads: list[memoryview]) -> dict[bytes, PutOutcome]:
         outcomes: dict[bytes, PutOutcome] = dict.fromkeys(keys, _PRESENT)
-        with self._put_turn:
-            if self._table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
-                self._steps.settle(self._timeout_s)  # no store begins while nobody knows whether the daemon runs
-            codes, slots, generations = self.find(tenant, keys)
-            refs = list(zip(slots.tolist(), generations.tolist(), strict=True))  # of those present, then of all
-            absent = [position for position, code in enumerate(codes) if code != _native.CPU]
-            # Of a caller that puts one batch after another the next one's slots come with this one's outcomes.
-            streaming = time.monotonic() - self._put_ended_s < GRANTS_IDLE_S
-            small = len(absent) * self._class_bytes * GRANTS_AHEAD_SHARE <= self._arena.nbytes
-            ahead = len(absent) if streaming and small else 0
-            late = self._put_absent(tenant, keys, payloads, absent, refs, outcomes, ahead=ahead)
+        with self._one_more_put():
+            with self._put_turn:
+                if self._table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+                    self._steps.settle(self._timeout_s)  # no store begins while nobody knows whether the daemon runs
+                codes, slots, generations = self.find(tenant, keys)
+                refs = list(zip(slots.tolist(), generations.tolist(), strict=True))  # of those present, then of all
+                absent = [position for position, code in enumerate(codes) if code != _native.CPU]
+                ahead = self._slots_ahead(len(absent))
+                tickets = self._put_absent(tenant, keys, payloads, absent, refs, outcomes, ahead=ahead)
+                self._put_ended_s = time.monotonic()
+            late = self._settled(keys, absent, tickets, outcomes)
             if late:  # an operator removed chunks after these slots had come and, it may be, before this call
-                self._steps.return_grants()
-                self._put_absent(tenant, keys, payloads, late, refs, outcomes, ahead=0, again=True)
-            self._put_ended_s = time.monotonic()
+                with self._put_turn:
+                    self._steps.return_grants()
+                    tickets = self._put_absent(tenant, keys, payloads, late, refs, outcomes, ahead=0, again=True)
+                self._settled(keys, late, tickets, outcomes)
         return outcomes
+
+    @contextlib.contextmanager
+    def _one_more_put(self) -> Iterator[None]:
+        with self._puts_lock:
+            self._puts += 1
+        try:
+            yield
+        finally:
+            with self._puts_lock:
+                self._puts -= 1
+
+    def _slots_ahead(self, count: int) -> int:
+        """How many slots shall be here or on their way when `count` chunks have been committed. Of a caller that puts
+        one batch after another the next one's come with this one's outcomes; where several take turns, the next one
+        begins before those, with slots asked for a turn earlier."""
+        if time.monotonic() - self._put_ended_s >= GRANTS_IDLE_S:
+            return 0
+        most = self._arena.nbytes // (self._class_bytes * GRANTS_AHEAD_SHARE)
+        turns = (2, 1) if self._puts > 1 else (1,)
+        return next((count * ahead for ahead in turns if count * ahead <= most), 0)
 
     def _put_absent(
         self,
@@ -362,9 +391,9 @@ class _Connection:
         ahead: int,
         again: bool = False,
     ) -> list[int]:
-        """Store those at the positions `absent`, write `outcomes` and `refs`. Returns the positions whose slots the
-        daemon had taken back. `ahead`: slots to ask for that only a later call will use. `again`: the call has used
-        its keys already."""
+        """Copy those at the positions `absent` and queue their commits, head first, as far as there are slots; write
+        `refs`, and `outcomes` of the rest. Returns the commits' tickets. `ahead`: slots to have that only a later call
+        will use. `again`: the call has used its keys already."""
         tickets: list[int] = []
         while len(tickets) < len(absent):
             rest = absent[len(tickets) :]
@@ -384,6 +413,13 @@ class _Connection:
             self._steps.touch(tenant, [key for position, key in enumerate(keys) if position not in committed])
         if committed:
             self._steps.touch(tenant, keys, again=len(keys))
+        return tickets
+
+    def _settled(
+        self, keys: list[bytes], absent: list[int], tickets: list[int], outcomes: dict[bytes, PutOutcome]
+    ) -> list[int]:
+        """Wait for what came of the commits, write `outcomes`. Returns the positions whose slots the daemon had taken
+        back."""
         settled = self._steps.wait(tickets, self._timeout_s)
         late = []
         for position, outcome in zip(absent, settled, strict=False):
@@ -419,8 +455,8 @@ class _Connection:
             if positions:
                 addresses = _native.addresses_of([targets[position] for position in positions])
                 sources = self._addresses(slots.tolist())
-                with self._lent(addresses):
-                    job = self._submit(sources, addresses, slots=slots, generations=generations)
+                with self._lent(addresses) as job:
+                    self._submit(job, sources, addresses, slots=slots, generations=generations)
                     ended = self._ended_copy(job)
                 for index in ended.failed:
                     current[index] = 0
@@ -497,7 +533,8 @@ class _Connection:
         later: int,
     ) -> list[int]:
         """Copy into the granted slots, payload and zeroed padding, and commit. Returns the commits' tickets. On any
-        error the slots of what was not committed are given back. `later`: how many slots the message also asks for.
+        error the slots of what was not committed are given back. `later`: how many slots there shall be after these;
+        the message asks for those that are missing.
         """
         tickets: list[int] = []
         try:
@@ -506,14 +543,15 @@ class _Connection:
                 for address in addresses.tolist():
                     _native.fill(address + self._chunk_bytes, self._class_bytes - self._chunk_bytes, 0)
             sources = _native.addresses_of([payloads[position] for position in positions])
-            with self._lent(sources):
-                job = self._submit(sources, addresses)
+            with self._lent(sources) as job:
+                self._submit(job, sources, addresses)
                 own = [keys[position] for position in positions]  # while the threads copy
                 parents = [keys[position - 1] if position else b"" for position in positions]
                 if self._ended_copy(job).failed:
                     raise Unavailable("the copy into the arena was ended by a close in another thread")
                 tickets += self._steps.commit_many(grants, tenant, own, parents)
-                self._steps.want_grants(later, tails=grants[-1:])
+                coming = self._steps.grants_coming()  # before the others: what arrives between is not asked for again
+                self._steps.want_grants(later - coming - self._steps.grants_free(), tails=grants[-1:])
         finally:
             if len(tickets) < len(grants):  # the copying threads have left these slots, whatever happened
                 for slot, generation in grants[len(tickets) :]:
@@ -522,25 +560,27 @@ class _Connection:
         return tickets
 
     @contextlib.contextmanager
-    def _lent(self, addresses: NDArray[np.uint64]) -> Iterator[None]:
-        """The caller's memory, where whole chunks begin, is ours only in here: leaving waits for the copies that run,
-        and fails those that have not begun."""
+    def _lent(self, addresses: NDArray[np.uint64]) -> Iterator[int]:
+        """For one job, whose number it gives. The caller's memory, where whole chunks begin, is ours only in here:
+        leaving waits for the job's end. One that has not begun fails, unless another call was lent the memory too."""
+        job = next(self._jobs)
         self._copier.add_regions(addresses, self._chunk_bytes)
         try:
-            yield
+            yield job
         finally:
             self._copier.remove_regions(addresses)
+            self._copier.wait([job], math.inf)  # where another call was lent it too, removing waits for nobody
 
     def _submit(
         self,
+        job: int,
         sources: NDArray[np.uint64],
         destinations: NDArray[np.uint64],
         *,
         slots: NDArray[np.uint32] | None = None,
         generations: NDArray[np.uint64] | None = None,
-    ) -> int:
-        """Begin to copy whole chunks. Returns the job."""
-        job = next(self._jobs)
+    ) -> None:
+        """Begin to copy whole chunks."""
         self._copier.submit(
             job,
             sources,
@@ -550,7 +590,6 @@ class _Connection:
             slots=slots,
             generations=generations,
         )
-        return job
 
     def _ended_copy(self, job: int) -> _native.Finished:
         if not self._copier.wait([job], COPY_TIMEOUT_S):

@@ -1,5 +1,6 @@
 """Chunks from one process to another, and what is left when one of them, or the daemon, dies."""
 
+import ctypes
 import math
 import os
 import queue
@@ -11,10 +12,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore import admin
+from kvstore import client as client_module
 from kvstore import steps as steps_module
 from kvstore._native import Finished, fill, slot_offset
 from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
@@ -23,6 +26,7 @@ from kvstore.rpc.handover import Hello
 from kvstore.session import Attachment, GroupState, Kind, KindState, Role, Session
 from kvstore.steps import Steps
 from kvstore.testing import Daemon, running_daemon
+from tests.hanging_memory import HangingMemory
 from tests.integration.conftest import CHUNK_BYTES, WAIT_S, client_of, eventually, key, payload, python
 
 PUT_IN_ANOTHER_PROCESS = f"""
@@ -150,7 +154,13 @@ def test_slots_for_the_next_put_come_with_the_outcomes_of_this_one_and_end_with_
             map(key, range(2, 7)), Stored()
         )
         assert steps.grants_free() == 5
-        assert admin.remove(daemon.endpoint, admin.selection())["evicted_chunks"] == 6
+        connection._put_ended_s = math.inf
+        with connection._one_more_put():  # as in another thread, which may begin before these outcomes
+            assert client.put("s", {key(name): payload(name) for name in range(7, 10)}) == dict.fromkeys(
+                map(key, range(7, 10)), Stored()
+            )
+        assert steps.grants_free() == 6
+        assert admin.remove(daemon.endpoint, admin.selection())["evicted_chunks"] == 9
         assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
         assert client.get("s", [key(1)]) == [payload(1)]
         steps.keep_grants(keep=False)
@@ -176,6 +186,110 @@ def test_a_put_whose_copy_fails_leaves_no_chunk_and_no_slot() -> None:
         connection._ended_copy = ended_copy  # type: ignore[method-assign]
         assert set(client.put("s", chunks).values()) == {Stored()}
         assert client.get("s", list(chunks)) == list(chunks.values())
+
+
+def test_a_slot_is_given_back_only_when_the_copy_into_it_has_ended() -> None:
+    size = 4096
+    with HangingMemory(size) as memory, running_daemon() as daemon, client_of(daemon, chunk_bytes=size) as client:
+        connection = client._connection
+        assert connection is not None
+        copier, abort = connection._copier, connection._steps.abort
+        jobs: list[int] = []
+        ended_at_abort: list[bool] = []
+
+        class LettingGo:
+            """Whoever waits for the end of a job, however long it takes, gets it."""
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(copier, name)
+
+            def wait(self, jobs: list[int], timeout_s: float) -> bool:
+                memory.let_go()
+                return copier.wait(jobs, timeout_s)
+
+        def failing(job: int) -> Finished:
+            jobs.append(job)
+            raise Unavailable("the copy takes too long")
+
+        def seen_abort(slot: int, generation: int) -> None:
+            ended_at_abort.append(copier.wait(jobs, 0))
+            memory.let_go()
+            abort(slot, generation)
+
+        source = (ctypes.c_char * size).from_address(memory.address)
+        copier.add_region(memory.address, size)  # as by another call of the same buffer
+        connection._copier, connection._ended_copy = LettingGo(), failing  # type: ignore[assignment, method-assign]
+        connection._steps.abort = seen_abort  # type: ignore[method-assign]
+        with pytest.raises(Unavailable, match="the copy takes too long"):
+            client.put("s", {key(1): source})
+        assert ended_at_abort == [True]
+        copier.remove_region(memory.address)
+
+
+def test_the_next_put_is_copied_while_commits_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "HEARTBEAT_STALE_MS", math.inf)
+    outcomes: dict[int, object] = {}
+    with running_daemon() as daemon, client_of(daemon, timeout_s=WAIT_S) as client:
+        connection = client._connection
+        assert connection is not None
+        steps, commit_many = connection._steps, connection._steps.commit_many
+        committed: queue.Queue[list[bytes]] = queue.Queue()
+
+        def seen_commit(*arguments: Any) -> list[int]:
+            committed.put(arguments[2])
+            return commit_many(*arguments)
+
+        def put(name: int) -> None:
+            outcomes[name] = client.put("s", {key(1): payload(name), key(name): payload(name)})
+
+        steps.commit_many = seen_commit  # type: ignore[method-assign]
+        steps.keep_grants(keep=True)
+        steps.want_grants(4)
+        steps.settle(WAIT_S)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        callers = [threading.Thread(target=put, args=(name,)) for name in (2, 3)]
+        try:
+            for caller in callers:
+                caller.start()
+            both = [committed.get(timeout=WAIT_S) for _ in callers]
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        for caller in callers:
+            caller.join(WAIT_S)
+        # Of the key that both put the first commit is kept, and the other caller learns that it is there.
+        first, second = both[0][1], both[1][1]
+        assert outcomes == {
+            int.from_bytes(first): {key(1): Stored(), first: Stored()},
+            int.from_bytes(second): {key(1): Present(), second: Stored()},
+        }
+        assert client.get("s", [key(1)]) == [payload(int.from_bytes(first))]
+        assert daemon.tier()["chunks"] == 3
+        steps.keep_grants(keep=False)
+        eventually(lambda: daemon.tier()["granted_bytes"] == 0, "no slot is left over")
+
+
+def test_slots_of_puts_in_two_threads_that_a_removal_took_back_are_made_up_for() -> None:
+    outcomes: dict[int, object] = {}
+
+    def put(name: int) -> None:
+        outcomes[name] = client.put("s", {key(name): payload(name)})
+
+    with running_daemon() as daemon, client_of(daemon) as client:
+        connection = client._connection
+        assert connection is not None
+        steps = connection._steps
+        assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
+        steps.keep_grants(keep=True)
+        steps.want_grants(2)
+        steps.settle(WAIT_S)
+        assert admin.remove(daemon.endpoint, admin.selection())["evicted_chunks"] == 1
+        callers = [threading.Thread(target=put, args=(name,)) for name in (2, 3)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(WAIT_S)
+        assert outcomes == {2: {key(2): Stored()}, 3: {key(3): Stored()}}
+        assert client.get("s", [key(2), key(3)]) == [payload(2), payload(3)]
 
 
 def test_a_chain_longer_than_the_tier_keeps_its_head_and_its_tail_is_rejected() -> None:
