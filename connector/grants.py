@@ -1,14 +1,18 @@
 """Slots for chunks that are about to be stored: how many the requests here are likely to write, asked for ahead.
 
+A request may be over before the daemon has answered it. So as many slots as the last second's requests took lie ready
+for the next ones, the reserve: at most RESERVE_SHARE of the arena, and none where nothing was stored for a second.
+
 The daemon bounds what an engine holds at once; what it is asked for stays within that bound.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from connector.jobs import Job
 from connector.requests import Attached, Geometry, RequestRecord, Row
 from kvstore._native import class_bytes
-from kvstore.limits import HEARTBEAT_STALE_MS, grants_left
+from kvstore.limits import GRANTS_IDLE_S, HEARTBEAT_STALE_MS, RESERVE_SHARE, grants_left
 from kvstore.steps import Outcome
 
 GRANTS_RETRY_S = 0.1  # a full tier is not asked again in every step
@@ -22,6 +26,8 @@ class Grants:
         self._clock = clock
         self._expected = [0] * len(geometry.kinds)  # by kind, sum of the rows' grants_expected
         self._asked_at = -GRANTS_RETRY_S
+        self._taken: deque[tuple[float, int, int]] = deque()  # when, kind, slots: in the last second
+        self._taken_lately = [0] * len(geometry.kinds)  # by kind, the sum of those
 
     def expect(self, row: Row, grants: int) -> None:
         self._expected[row.kind] += grants - row.grants_expected
@@ -30,6 +36,8 @@ class Grants:
     def take(self, attached: Attached, count: int, kind: int) -> list[tuple[int, int]]:
         if count == 0 or attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return []  # a daemon that does not run could not be told that the store ended
+        self._taken.append((self._clock(), kind, count))
+        self._taken_lately[kind] += count  # what lacks slots included
         return attached.steps.take_grants(count, kind=kind)
 
     def lacks(self, attached: Attached, kind: int, wanted: int) -> bool:
@@ -47,23 +55,34 @@ class Grants:
         there = [steps.grants_free(kind) + steps.grants_coming(kind) for kind in range(len(self._expected))]
         # A step of the engine may take longer than a slot may lie idle; what is too much may still go back.
         steps.keep_grants(keep=any(0 < expected >= got for got, expected in zip(there, self._expected, strict=True)))
-        if all(got >= expected for got, expected in zip(there, self._expected, strict=True)):
+        now = self._clock()
+        while self._taken and now - self._taken[0][0] >= GRANTS_IDLE_S:
+            _, kind, count = self._taken.popleft()
+            self._taken_lately[kind] -= count
+        wanted = self._expected
+        if self._taken:
+            reserve = (self._reserve_of(attached, kind) for kind in range(len(self._expected)))
+            wanted = list(map(max, self._expected, reserve))
+        if all(got >= most for got, most in zip(there, wanted, strict=True)):
             return  # as in most steps; the bounds below take longer than all the rest
         if attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return
-        now = self._clock()
         soon = now - self._asked_at < GRANTS_RETRY_S
         growing: set[tuple[int, int]] | None = None
-        for kind, (got, expected) in enumerate(zip(there, self._expected, strict=True)):
-            if got >= expected or (soon and steps.grants_short(kind) in _FULL):
+        for kind, (got, most) in enumerate(zip(there, wanted, strict=True)):
+            if got >= most or (soon and steps.grants_short(kind) in _FULL):
                 continue
-            count = min(expected, self._most(attached, kind) - self._writing(attached, kind)) - got
+            count = min(most, self._most(attached, kind) - self._writing(attached, kind)) - got
             if count > 0:
                 if growing is None:
                     rows = (row for record in records for row in record.rows)
                     growing = {row.tail for row in rows if row.grants_expected and row.tail}
                 self._asked_at = now
                 steps.want_grants(count, kind=kind, tails=growing)
+
+    def _reserve_of(self, attached: Attached, kind: int) -> int:
+        share_bytes = attached.session.table.arena_bytes // RESERVE_SHARE // len(self._expected)
+        return min(self._taken_lately[kind], share_bytes // class_bytes(attached.steps.group.kinds[kind].chunk_bytes))
 
     def _most(self, attached: Attached, kind: int) -> int:
         """How many slots of a kind the daemon lets this engine hold at once, those being written included."""

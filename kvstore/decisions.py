@@ -29,8 +29,8 @@ class Room(enum.IntEnum):
 def is_full(index: Mapping[str, int], slot_bytes: int, capacity_bytes: int) -> bool:
     """Whether a chunk that is stored next displaces one: the arena, or the table, has no room beside what is there.
 
-    `index`: the figures of a native index. The disk, of which slabs and catalog take their share as they need it, is
-    full in the same sense once it has evicted (`Movement.room`).
+    `index`: the figures of a native index. The same of the disk, of which slabs and index take their share as they need
+    it, the fs tier says itself (`FsTier.has_room`).
     """
     return (
         index["used_bytes"] + index["granted_bytes"] + slot_bytes > capacity_bytes

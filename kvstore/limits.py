@@ -32,6 +32,7 @@ REST_WITHOUT_PIDFD_MS = 60_000  # how long slots rest after a hang-up of a proce
 GRANTS_IDLE_S = 1.0  # unused grants go back after that long without a store
 GRANTS_PER_KIND_MIN = 64  # of a group
 GRANTS_PER_GROUP_SHARE = 16  # of the arena; docs/decisions/001
+RESERVE_SHARE = 64  # of the arena, at the most, that an engine keeps ready for requests to come
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un
 REMOVAL_STEPS_PER_SLICE = 256  # of the index, a microsecond or less each; the event loop turns between slices
 LISTING_STEPS_PER_SLICE = 4_096  # places of the index looked at

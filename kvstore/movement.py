@@ -158,13 +158,11 @@ class Movement:
             return self._index.stats()["unwritten_evictions"]
         return self._dropped + self.fs.stats().dropped
 
-    @property
-    def room(self) -> Room:
-        """For engines that are asked what is worth a write. The tier evicts only when it has no room, and what it has
-        evicted in this run shows that better than bytes, of which slabs and index take their share."""
+    def room(self, nbytes: int) -> Room:
+        """For a chunk of an engine that is asked what is worth a write."""
         if self._policy is not WritePolicy.WRITE_THROUGH:
             return Room.NOT_ASKED
-        return Room.FULL if self.fs.evictions else Room.FREE
+        return Room.FREE if self.fs.has_room(nbytes) else Room.FULL
 
     @property
     def promoting_bytes(self) -> int:

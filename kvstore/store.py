@@ -404,10 +404,10 @@ class Store:
         while group.reads:
             chunks, seconds = group.reads.popleft()
             reply.reads.add(chunks=chunks, seconds=seconds)
-        slot_bytes = max((kind.slot_bytes for kind in group.kinds), default=0)
-        reply.cpu_full = is_full(self._index.stats(), slot_bytes, self._tier.ready_bytes)
+        largest = max(group.kinds, key=lambda kind: kind.chunk_bytes, default=None)
+        reply.cpu_full = is_full(self._index.stats(), largest.slot_bytes if largest else 0, self._tier.ready_bytes)
         if self._movement is not None:
-            reply.fs = self._movement.room.value
+            reply.fs = self._movement.room(largest.chunk_bytes if largest else 0).value
         if any(request.grants_wanted):
             reply.grants.extend(self._grant_kinds(group, request.grants_wanted, request.tails, now_ms))
 

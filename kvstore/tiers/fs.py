@@ -60,6 +60,7 @@ from kvstore.tiers.base import (
 from kvstore.tiers.fs_catalog import Catalog, Slab, small_files_bytes_for
 from kvstore.tiers.fs_check import Check
 from kvstore.tiers.fs_directory import FsDirectory, Step, no_step
+from kvstore.tiers.fs_format import slot_bytes_for
 from kvstore.tiers.fs_journal import Journal
 from kvstore.tiers.fs_paths import STATE
 from kvstore.tiers.fs_reading import Reads
@@ -330,10 +331,9 @@ class FsTier:
             return self._recovery_error
         return self._writes.directory_lost or self._writes.health.reason or self._reads.health.reason
 
-    @property
-    def evictions(self) -> int:
-        """As in `stats`, for who asks with every message."""
-        return self._counters.evictions
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a chunk of so many bytes that is written next displaces none."""
+        return self._catalog.has_room(slot_bytes_for(nbytes))
 
     def stats(self) -> FsStats:
         catalog, counters, ready = self._catalog, self._counters, self._ready.is_set()

@@ -264,6 +264,12 @@ class Catalog:
             count -= max(1, excess // (slot_bytes + BLOCK_BYTES))
         return max(0, count)
 
+    def has_room(self, slot_bytes: int) -> bool:
+        """Whether a further chunk in such a slot displaces none."""
+        size_class = self.classes.get(slot_bytes)
+        is_free = size_class is not None and bool(size_class.fresh or size_class.with_free)
+        return is_free or self.slots_that_fit(slot_bytes) > 0
+
     # Slabs
 
     def class_of(self, slot_bytes: int) -> SizeClass:

@@ -248,6 +248,11 @@ class FakeSteps:
     def keep_grants(self, *, keep: bool) -> None:
         self.kept = keep
 
+    def return_grants(self) -> None:
+        for ref in self.free:
+            self.daemon.abort(*ref)
+        self.free_by_kind.clear()
+
     def answer(self) -> None:
         for kind, wanted in self.coming.items():
             grants = self.daemon.grant(wanted, kind)

@@ -228,6 +228,7 @@ def test_of_a_chain_only_the_admitted_prefix_is_stored_and_the_refused_keys_are_
     for i in range(400):
         chain = [f"{i}.{j}".encode() for j in range(16)]
         admission.store("r", chain, np.zeros(16, bool), chunk_bytes=128, tier_full=False)
+    engine.link.current.session.table.arena_bytes = 1 << 30  # where slots are kept ready for what will be stored
     engine.serve("once", PROMPT)
     assert not engine.daemon.stored
     assert engine.metric(metrics.UNADMITTED_STORES) >= 5

@@ -16,6 +16,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from connector import metrics
 from connector.requests import Rules
 from connector.stores import STORE_WAIT_S
+from kvstore._native import class_bytes
+from kvstore.limits import GRANTS_IDLE_S, RESERVE_SHARE
 from tests.unit.connector_engine import BLOCK_TOKENS, PretendEngine
 
 PROMPT = list(range(41))  # 10 full blocks: 5 chunks of 2
@@ -396,6 +398,48 @@ def test_slots_are_asked_for_when_a_request_arrives_and_kept_while_it_runs(engin
     engine.run()
     engine.half.flush()
     assert not engine.steps.kept
+
+
+@pytest.fixture
+def hurried(engine):
+    """Where a request is over before the daemon has answered it; at most two chunks of the arena are kept ready."""
+    engine.clock_s = 100.0
+    engine.use(clock=lambda: engine.clock_s)
+    engine.link.current.session.table.arena_bytes = 2 * RESERVE_SHARE * class_bytes(engine.chunk_bytes[0])
+
+    def answers_late(req_id, prompt, max_tokens=1):
+        before = len(engine.daemon.stored)
+        engine.steps.answered = False
+        engine.serve(req_id, prompt, max_tokens=max_tokens)
+        engine.steps.answered = True
+        engine.steps.answer()
+        return len(engine.daemon.stored) - before
+
+    return answers_late
+
+
+def test_what_a_request_takes_lies_ready_for_the_next_one(engine, hurried):
+    assert hurried("first", PROMPT[:9]) == 0
+    engine.steps.return_grants()  # those that it had asked for itself
+    engine.half.flush()
+    assert engine.steps.grants_free() == 1
+    assert [hurried(f"short-{i}", PROMPT[i:][:9]) for i in range(1, 4)] == [1, 1, 1]
+
+
+def test_the_reserve_is_a_small_part_of_the_arena(engine, hurried):
+    engine.serve("slow", PROMPT)
+    assert (len(engine.daemon.stored), engine.steps.grants_free()) == (5, 2)
+    assert hurried("short", PROMPT[::-1]) == 2  # and of a chain, its head
+    assert engine.requests["short"].block_hashes[1] in stored_keys(engine)
+
+
+def test_no_reserve_is_asked_for_once_nothing_has_been_stored_for_a_while(engine, hurried):
+    engine.serve("slow", PROMPT)
+    engine.clock_s += GRANTS_IDLE_S
+    engine.steps.return_grants()
+    engine.serve("nothing to store", PROMPT[:3], max_tokens=2)
+    assert not engine.daemon.granted
+    assert hurried("short", PROMPT[::-1]) == 0
 
 
 def test_room_for_a_chain_is_not_made_of_its_own_end(engine):

@@ -802,7 +802,7 @@ def test_a_check_a_list_and_a_removal_let_others_have_their_turn(
                 assert slice_ == []
                 await store(bench, [number])  # evicts before long
                 number += 1
-            assert bench.tier.evictions > 0
+            assert bench.tier.stats().evictions > 0
             turns = 0
             removed = asyncio.ensure_future(removed_of(bench))
             left = [bench.tier.stats().chunks]
@@ -1103,10 +1103,27 @@ def test_mixed_sizes_stay_under_the_cap_at_every_moment(tmp_path: Path) -> None:
             await watcher
             stats = bench.tier.stats()
             assert highest <= cap
-            assert bench.tier.evictions == stats.evictions > 0
+            assert stats.evictions > 0
             assert stats.dropped == 0
             assert stats.used_bytes + stats.overhead_bytes <= cap
             assert highest > cap // 2
+
+    run(scenario)
+
+
+def test_there_is_room_until_a_write_displaces_a_chunk_and_again_after_a_removal(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            rooms = []
+            for number in range(200):
+                rooms.append(bench.tier.has_room(CHUNK_BYTES))
+                evictions = bench.tier.stats().evictions
+                await store(bench, [number])
+                assert rooms[-1] == (bench.tier.stats().evictions == evictions), f"chunk {number}"
+            assert set(rooms) == {True, False}
+            assert not bench.tier.has_room(CHUNK_BYTES)
+            await removed_of(bench)
+            assert bench.tier.has_room(CHUNK_BYTES)
 
     run(scenario)
 
@@ -1494,16 +1511,16 @@ def test_what_is_beyond_a_quota_set_before_the_tier_is_warm_goes_once_it_is(
             await bench.tier.ready()
             evictions = []
             for _ in range(20):
-                evictions.append(bench.tier.evictions)
+                evictions.append(bench.tier.stats().evictions)
                 await asyncio.sleep(0)
             assert evictions == [1] * 20  # the second tenant's; two more may go when that is committed
             may_commit.set()
             while evictions[-1] < 6 + 1:
-                evictions.append(bench.tier.evictions)
+                evictions.append(bench.tier.stats().evictions)
                 await asyncio.sleep(0)
             assert all(later - before <= 2 for before, later in pairwise(evictions))
             await asyncio.sleep(0.02)
-            assert bench.tier.evictions == 6 + 1
+            assert bench.tier.stats().evictions == 6 + 1
             assert await chunks_of(bench, 1) == [6, 7, 8]
             assert await chunks_of(bench, 2) == [1, 2, 3, 4]
             assert await chunks_of(bench, 3) == [0, 1, 2]

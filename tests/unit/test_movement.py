@@ -31,7 +31,7 @@ class LowerTier:
     """Holds what it is told; ends reads and writes when it is told."""
 
     held: set[ChunkId] = field(default_factory=set)
-    evictions: int = 0
+    room: bool = True
     writes: list[tuple[ChunkId, Memory, WriteDone, Released]] = field(default_factory=list)
     reads: list[tuple[ChunkId, Memory, ReadDone, Released]] = field(default_factory=list)
     on_change: object = None
@@ -54,6 +54,10 @@ class LowerTier:
 
     def stats(self) -> Stats:
         return Stats()
+
+    def has_room(self, nbytes: int) -> bool:
+        assert nbytes == CHUNK
+        return self.room
 
     def end_write(self, outcome: WriteOutcome = WriteOutcome.STORED) -> None:
         chunk, _, done, released = self.writes.pop(0)
@@ -328,13 +332,13 @@ def test_the_other_policies_have_their_own_rule_for_what_is_written(policy: Writ
     tiers.put(0, memory_only=True)
     tiers.touch(0, worth_disk=1)
     assert tiers.written() == []
-    assert tiers.movement.room is Room.NOT_ASKED
+    assert tiers.movement.room(CHUNK) is Room.NOT_ASKED
 
 
-def test_a_disk_has_room_until_it_evicts(tiers: Tiers) -> None:
-    assert tiers.movement.room is Room.FREE
-    tiers.fs.evictions = 1
-    assert tiers.movement.room is Room.FULL
+def test_engines_are_told_whether_the_disk_has_room(tiers: Tiers) -> None:
+    assert tiers.movement.room(CHUNK) is Room.FREE
+    tiers.fs.room = False
+    assert tiers.movement.room(CHUNK) is Room.FULL
 
 
 def write_back_of(chunks: int) -> Tiers:
