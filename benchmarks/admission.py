@@ -5,8 +5,9 @@ and one store decision (limit 200 us); beside them what counting the uses of its
 request, and what one observed step does. Throughput: two real engines with the same unique prompts, one with the
 connector and one without, asked in turn; the limit is the one without. Two engines that are alike may differ by more
 than the connector costs, so both are started anew a few times. Where other work takes the cores now and then the clock
-on the wall tells little, so the seconds that cores worked for each engine, and for the daemon, stand beside it. They
-need a CPU build of vLLM and ten minutes: without `--engines` only the decisions are measured.
+on the wall tells little, so the seconds that cores worked for each engine, and for the daemon, stand beside it; and
+those of the connector's calls in the engine's threads, which do not depend on how alike the two engines are.
+They need a CPU build of vLLM and ten minutes: without `--engines` only the decisions are measured.
 """
 
 import contextlib
@@ -102,9 +103,10 @@ def _timed(name: str, act: Callable[[], object], rounds: int, limit_us: float) -
 
 
 class _Cost(NamedTuple):
-    """Of some prompts, in seconds: on the wall, and that cores worked for the engine and for the daemon."""
+    """Of some prompts, in seconds: on the wall, and that cores worked."""
 
     wall: float
+    calls: float  # the connector's, of the engine
     worker: float
     engine: float  # all its processes
     daemon: float
@@ -125,32 +127,51 @@ def _throughput() -> list[Result]:
         result("unique prompts", "tokens/s", lambda each: tokens / each.wall),
         result("core seconds of the worker", "s", lambda each: each.worker),
         result("core seconds of the engine", "s", lambda each: each.engine),
+        Result.of_pairs(
+            "core seconds of the connector's calls, beside those of the worker",
+            [each.calls for each in with_it],
+            "s",
+            [each.worker for each in with_it],
+        ),
         Result.of_pairs("core seconds of the daemon, beside those of the engine without", daemon_s, "s", engine_s),
     ]
 
 
 def _pairs(start: int) -> list[dict[bool, _Cost]]:
     """Of two engines, by whether it has the connector."""
+    from benchmarks.timed_connector import FOLDER_VARIABLE, TimedConnector, in_calls_s
     from connector.testing import Engine, random_prompt, small_model, transfer_config
 
-    model = small_model(Path(__file__).resolve().parents[1] / "build" / "models")
+    root = Path(__file__).resolve().parents[1]
+    model = small_model(root / "build" / "models")
     arguments = {"block_size": BLOCK_TOKENS, "max_model_len": 4_096}
     with contextlib.ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
+        calls = folder / "calls"
+        calls.mkdir()
+        environment = {**ALIKE, FOLDER_VARIABLE: str(calls), "PYTHONPATH": str(root)}
         daemon = running.enter_context(running_daemon(cpu_bytes="1GiB", verify=False))
+        transfer = {
+            **transfer_config(daemon.endpoint, blocks_per_chunk=1),
+            "kv_connector": TimedConnector.__name__,
+            "kv_connector_module_path": TimedConnector.__module__,
+        }
         engines = {}
         for is_on in (True, False) if start % 2 else (False, True):
-            transfer = transfer_config(daemon.endpoint, blocks_per_chunk=1) if is_on else None
-            log = folder / f"{is_on}.log"
-            engine = Engine(model, log, transfer=transfer, arguments=arguments, environment=ALIKE)
+            engine = Engine(
+                model,
+                folder / f"{is_on}.log",
+                transfer=transfer if is_on else None,
+                arguments=arguments,
+                environment=environment,
+            )
             engines[is_on] = running.enter_context(engine)
 
         def worked(is_on: bool) -> _Cost:
             by_name = _core_s(engines[is_on].process.pid)
             workers_s = sum(seconds for name, seconds in by_name if name.startswith("VLLM::Worker"))
-            return _Cost(
-                time.perf_counter(), workers_s, sum(seconds for _, seconds in by_name), _core_s(daemon.pid)[0][1]
-            )
+            engine_s, daemon_s = sum(seconds for _, seconds in by_name), _core_s(daemon.pid)[0][1]
+            return _Cost(time.perf_counter(), in_calls_s(calls), workers_s, engine_s, daemon_s)
 
         def turn(is_on: bool, seed: int, *, pause_s: float) -> _Cost:
             prompts = [random_prompt(seed * PROMPTS + i, PROMPT_TOKENS) for i in range(PROMPTS)]
