@@ -63,6 +63,18 @@ std::optional<Leaf> Leaves::after(const Place& place) const {
     return *next;
 }
 
+std::optional<Leaf> Leaves::before(const Place& place) const {
+    if (place.at == sets_[place.set].begin()) return std::nullopt;
+    return *std::prev(place.at);
+}
+
+std::optional<Leaf> Leaves::youngest(unsigned use_class, std::uint64_t tick) const {
+    const auto& set = sets_[use_class];
+    const auto beyond = set.upper_bound(Leaf{tick, UINT32_MAX});
+    if (beyond == set.begin()) return std::nullopt;
+    return *std::prev(beyond);
+}
+
 std::optional<std::uint64_t> Leaves::oldest_tick() const {
     if (!orphans().empty()) return 0;
     std::optional<std::uint64_t> oldest;
@@ -179,7 +191,7 @@ std::optional<Victim> Policy::victim(const Leaves& leaves, std::uint64_t now) co
     }
     switch (rule_) {
         case Rule::LRU:
-            return least_rank(leaves, now, 0);
+            return least_rank(leaves, now, now);
         case Rule::PROBATION: {
             const bool crowded = leaves.residents(0) * PROBATION_SHARE > leaves.residents();
             for (const unsigned c : {crowded ? 0U : 1U, crowded ? 1U : 0U}) {
@@ -190,20 +202,24 @@ std::optional<Victim> Policy::victim(const Leaves& leaves, std::uint64_t now) co
             return std::nullopt;
         }
         case Rule::ADAPTIVE: {
-            const std::uint64_t window =
-                std::clamp<std::uint64_t>(leaves.residents() / UNTOUCHED_SHARE, 1, UNTOUCHED_TICKS_MAX);
-            const auto found = least_rank(leaves, now, window);
-            return found ? found : least_rank(leaves, now, 0);
+            std::optional<Victim> found;
+            if (const auto newest = young_end(leaves, now)) found = least_rank(leaves, now, *newest);
+            return found ? found : least_rank(leaves, now, now);
         }
     }
     return std::nullopt;
 }
 
-// Of each use class the least and the most recently used leaf, but none used within the last `untouched_for` ticks.
-std::optional<Victim> Policy::least_rank(const Leaves& leaves, std::uint64_t now, std::uint64_t untouched_for) const {
+std::optional<std::uint64_t> Policy::young_end(const Leaves& leaves, std::uint64_t now) const {
+    if (rule_ != Rule::ADAPTIVE) return std::nullopt;
+    const auto untouched_for = std::clamp<std::uint64_t>(leaves.residents() / UNTOUCHED_SHARE, 1, UNTOUCHED_TICKS_MAX);
+    if (now < untouched_for) return std::nullopt;
+    return now - untouched_for;
+}
+
+// Of each use class the least and the most recently used leaf, but none used after `newest_allowed`.
+std::optional<Victim> Policy::least_rank(const Leaves& leaves, std::uint64_t now, std::uint64_t newest_allowed) const {
     std::optional<Victim> least;
-    if (now < untouched_for) return least;
-    const std::uint64_t newest_allowed = now - untouched_for;
     const auto consider = [&](const Leaf& leaf, unsigned use_class) {
         const Victim candidate{true, rank(leaf, use_class, now), leaf.tick, leaf.record};
         if (!least || candidate < *least) least = candidate;
