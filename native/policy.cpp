@@ -65,6 +65,18 @@ std::optional<Leaf> Leaves::after(const Place& place) const {
     return *next;
 }
 
+std::optional<Leaf> Leaves::before(const Place& place) const {
+    if (place.at == sets_[place.set].begin()) return std::nullopt;
+    return *std::prev(place.at);
+}
+
+std::optional<Leaf> Leaves::youngest(unsigned use_class, std::uint64_t tick) const {
+    const auto& set = sets_[use_class];
+    const auto beyond = set.upper_bound(Leaf{tick, UINT32_MAX});
+    if (beyond == set.begin()) return std::nullopt;
+    return *std::prev(beyond);
+}
+
 std::optional<unsigned> Leaves::class_of_oldest() const {
     std::optional<unsigned> found;
     for (unsigned c = 0; c < USE_CLASSES; ++c) {
@@ -203,14 +215,19 @@ std::optional<Victim> Policy::victim(const Leaves& leaves, std::uint64_t now) co
     return std::nullopt;
 }
 
+std::optional<std::uint64_t> Policy::young_end(const Leaves& leaves, std::uint64_t now) const {
+    if (rule_ != Rule::ADAPTIVE) return std::nullopt;
+    const auto untouched_for = std::clamp<std::uint64_t>(leaves.residents() / UNTOUCHED_SHARE, 1, UNTOUCHED_TICKS_MAX);
+    return now - std::min(now, untouched_for);
+}
+
 // Of each use class the least and the most recently used leaf, and the most recently used one of those not used just
 // now. What was learned is not exact. So one of the class in which LRU would evict goes, unless another class is worth
 // clearly less; and what was used just now goes only if it is worth clearly less than all others.
 std::optional<Victim> Policy::least_rank(const Leaves& leaves, std::uint64_t now) const {
     const auto longest_unused = leaves.class_of_oldest();
     if (!longest_unused) return std::nullopt;
-    const std::uint64_t just_now =
-        now - std::min(now, std::clamp<std::uint64_t>(leaves.residents() / UNTOUCHED_SHARE, 1, UNTOUCHED_TICKS_MAX));
+    const std::uint64_t just_now = young_end(leaves, now).value_or(now);
     std::optional<Victim> least;
     const auto consider = [&](const Leaf& leaf, unsigned use_class) {
         Victim candidate{true, rank(leaf, use_class, now), leaf.tick, leaf.record};

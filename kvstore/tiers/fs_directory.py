@@ -415,6 +415,8 @@ class FsDirectory:
 
     def slabs(self) -> Iterator[SlabFile]:
         """Opens each one that is whole and ours; the others are removed, and the log says why. Lowest number first."""
+        while self._unforgotten:  # by a start that failed: what is there counts again
+            os.close(self._unforgotten.pop()[0])
         for name in sorted(self._names()):
             number = fs_paths.slab_number(name)
             if number is None:
@@ -498,8 +500,10 @@ class FsDirectory:
         """`header` has an epoch of its own, so that a slab which comes back after a power cut holds nothing."""
         self.forget_slab(fd, header)
         self._step("slab forgotten")
-        self._unlink(fs_paths.slab(header.slab))
-        os.close(fd)
+        try:
+            self._unlink(fs_paths.slab(header.slab))
+        finally:
+            os.close(fd)
 
     def settle(self) -> None:
         """Tries again to forget the slabs that could not be: until then no removal lasts. OSError."""
