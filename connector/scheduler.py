@@ -333,11 +333,7 @@ class SchedulerHalf(OffloadingManager):
         attached = self._link.current
         if attached is None or self._shut_out:
             return None
-        if attached.steps.broken:
-            if not attached.session.lost:  # else the link says so
-                self._say(
-                    "kvstore: the daemon refused this engine's messages; serving without the store", logging.ERROR
-                )
+        if attached.steps.broken:  # the link says why, and attaches again
             return None
         if attached is not self._introduced:
             self._introduced = attached
