@@ -411,9 +411,10 @@ class Steps:
 
     @property
     def unsent(self) -> bool:
-        """Anything queued and not yet handed to gRPC. False when broken: nothing of it will ever be sent."""
+        """Anything queued that only a `flush` will send. What was flushed the sender sends by itself, if only when the
+        daemon answers again. False when broken: nothing of it will ever be sent."""
         with self._lock:
-            return self._accepting() and self._anything_queued()
+            return self._accepting() and self._anything_queued() and not self._flushing
 
     @property
     def broken(self) -> bool:
