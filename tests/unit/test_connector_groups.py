@@ -71,8 +71,18 @@ def test_a_failed_load_costs_a_recompute_and_its_chunk_is_not_tried_again(positi
     engine.serve("cold", PROMPT, max_tokens=1)
     engine.scheduler.reset_prefix_cache()
     engine.copier.failures.append({position})
+    loads = []
+    prepare = engine.half.jobs.prepare
+
+    def watched(attached, record, keys, places, *, is_store):
+        if not is_store:
+            loads.append(keys)
+        return prepare(attached, record, keys, places, is_store=is_store)
+
+    engine.half.jobs.prepare = watched
     request = engine.serve("warm", PROMPT, max_tokens=1)
     assert request.is_finished()
+    assert [loads[0][position] in keys for keys in loads] == [True] + [False] * (len(loads) - 1)
     assert engine.daemon.failed_loads == 1
     assert engine.metric(metrics.FAILED_LOADS) == 1
     assert not +engine.daemon.leases
