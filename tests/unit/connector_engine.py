@@ -239,9 +239,8 @@ class PretendEngine:
         """Another `clock`, `rules` or `admission`, wherever the scheduler half has one."""
         half = self.half
         for name, value in parts.items():
-            owners = [
-                each for each in (half, half.jobs, half._grants, half._loads, half._stores) if hasattr(each, f"_{name}")
-            ]
+            parts_of_half = (half, half.jobs, half._grants, half._loads, half._stores, half._retries)
+            owners = [each for each in parts_of_half if hasattr(each, f"_{name}")]
             assert owners, f"nothing has a {name}"
             for owner in owners:
                 setattr(owner, f"_{name}", value)
