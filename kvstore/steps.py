@@ -547,7 +547,7 @@ class Steps:
             for ref in refs:
                 self._successor.abort(*ref)
             self._successor.flush()
-        elif self._session.refusal is not None:
+        elif self._failure is not None and not isinstance(self._failure, Unavailable):
             self._left += refs
 
     def _queue_lease(self, ref: Ref) -> None:
@@ -720,15 +720,16 @@ class Steps:
 
     def _refused(self, refusal: KVStoreError) -> None:
         with self._lock:
-            if self._failure is None:
-                for request in [unanswered.request for unanswered in self._unanswered.values()]:
-                    for commits in request.commits:
-                        self._left += zip(commits.slots, commits.generations, strict=True)
-                    self._left += [(at.slot, at.generation) for at in request.aborts]
-                for batch in self._commits:
-                    self._left += zip(batch.slots, batch.generations, strict=True)
-                self._left += itertools.chain(self._aborts, *self._grants.values())
-                self._break(refusal)
+            if self._failure is not None:
+                return
+            for unanswered in self._unanswered.values():
+                for commits in unanswered.request.commits:
+                    self._left += zip(commits.slots, commits.generations, strict=True)
+                self._left += [(at.slot, at.generation) for at in unanswered.request.aborts]
+            for batch in self._commits:
+                self._left += zip(batch.slots, batch.generations, strict=True)
+            self._left += itertools.chain(self._aborts, *self._grants.values())
+            self._break(refusal)
         self._session.give_up(refusal)
 
     def _apply(self, reply: store_pb2.StepReply) -> None:
