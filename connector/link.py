@@ -157,9 +157,11 @@ class Link(Generic[Attached]):
                 self._on_detached(current)
         except Exception:  # a border, as above; the session must be closed all the same
             logger.exception("kvstore: ending the use of a lost daemon's memory failed")
-        finally:
+        try:
             if session is not None:
                 session.close()
+        except Exception:  # a border: without this thread the engine would never find the next daemon
+            logger.exception("kvstore: a lost daemon's memory stays mapped until this process ends")
 
     def _complain(self, complaint: str) -> None:
         if complaint != self._complaint:

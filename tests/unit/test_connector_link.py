@@ -109,6 +109,22 @@ def test_a_lost_daemon_is_taken_away_first_then_closed_then_sought_again():
     assert link.current is None
 
 
+def test_memory_that_can_not_be_unmapped_does_not_keep_the_engine_from_the_next_daemon(caplog):
+    daemons = Daemons("yes")
+    link = daemons.link()
+    link.start()
+    session = daemons.attached.get(timeout=BOUND_S)
+
+    def close():
+        raise BufferError("the arena has 1 views that are in use")
+
+    session.close = close
+    session.lose()
+    assert daemons.attached.get(timeout=BOUND_S) is not session
+    assert "1 views" in caplog.text
+    link.close()
+
+
 def test_an_engine_whose_message_was_refused_attaches_again_later_each_time_and_says_why(caplog, monkeypatch):
     monkeypatch.setattr(link_module, "REFUSED_PAUSE_S_MIN", 0.001)
     monkeypatch.setattr(link_module, "REFUSED_PAUSE_S_MAX", 0.004)
