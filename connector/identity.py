@@ -231,7 +231,7 @@ def namespace_document(
     document: dict[str, object] = {
         "engine": ENGINE_FAMILY,
         "hash_algorithm": cache.prefix_caching_hash_algo,
-        "model": _model(model, vllm_config.load_config),
+        "model": _model(model, vllm_config.load_config, parallel),
         "rope": _fields(model.hf_text_config, _ROPE_FIELDS),
         "window": {
             **_fields(model.hf_text_config, _WINDOW_FIELDS),
@@ -255,6 +255,9 @@ def namespace_document(
             "version": LAYOUT_FORMAT_VERSION,
             "tp_lcm_size": tp_lcm_size,
             "attention_backend": attention_backend,
+            # Which implementation of an operation computes what goes into the pages: they round differently, and on the
+            # CPU platform one of the rotary embedding is wrong. Final only once vLLM has chosen its compilation.
+            "custom_ops": sorted(set(vllm_config.compilation_config.custom_ops)),
             "canonical": _canonical_format(kv_cache_config, cache),
             "pages": pages,
             "page_of_layer": page_of_layer,
@@ -287,9 +290,9 @@ def _states(spec: "KVCacheSpec") -> list[object]:
     return states
 
 
-def _model(model: "ModelConfig", load_config: Any) -> dict[str, object]:
-    if load_config.load_format == "dummy":
-        weights = "dummy"  # made from the configuration with a fixed seed
+def _model(model: "ModelConfig", load_config: Any, parallel: Any) -> dict[str, object]:
+    if load_config.load_format == "dummy":  # each rank draws its part of a tensor with the same fixed seed
+        weights = f"dummy:tp{parallel.tensor_parallel_size}pp{parallel.pipeline_parallel_size}"
     else:
         weights = weights_identity(model.model, model.revision, cache_dir=load_config.download_dir)
     return {
@@ -318,11 +321,12 @@ def _speculative(vllm_config: "VllmConfig") -> dict[str, object]:
     if speculative is None:
         return {}
     draft = speculative.draft_model_config
+    load_config = speculative.draft_load_config or vllm_config.load_config
     return {
         "method": str(speculative.method),
         "tokens": speculative.num_speculative_tokens,
         "kv_dtype": str(speculative.kv_cache_dtype or "model's"),
-        "model": {} if draft is None else _model(draft, speculative.draft_load_config or vllm_config.load_config),
+        "model": {} if draft is None else _model(draft, load_config, vllm_config.parallel_config),
     }
 
 

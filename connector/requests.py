@@ -30,6 +30,20 @@ class Attached:
     steps: Steps
 
 
+class Streams:
+    """Makes the message stream of each new session, and has it give back what a refused one before it still held."""
+
+    def __init__(self) -> None:
+        self._last: Steps | None = None
+
+    def attached(self, session: Session) -> Attached:
+        steps = Steps(session)
+        if self._last is not None:
+            self._last.hand_over(steps)
+        self._last = steps
+        return Attached(session, steps)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindGeometry:
     """How one KV cache group of an engine cuts requests into chunks."""

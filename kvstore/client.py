@@ -497,14 +497,19 @@ class _Connection:
         self._steps.flush()
 
     def _promote(self, tenant: bytes, keys: list[bytes], deadline_s: float) -> None:
-        """Ask for them, and wait until none is on its way any more. Unavailable: the daemon does not answer."""
+        """Ask for them, and wait until none is on its way any more, or the caller's time is over. Unavailable: the
+        daemon does not answer within the client's time-out."""
         if self._table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return  # nobody would read them
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return
         self._steps.promote(tenant, keys)
-        self._steps.settle(max(left_s, self._timeout_s))
+        try:
+            self._steps.settle(min(left_s, self._timeout_s))
+        except Unavailable:
+            if time.monotonic() < deadline_s:
+                raise
         while time.monotonic() < deadline_s and not self.lost:
             codes, _, _ = self.find(tenant, keys)
             if _native.PENDING not in codes:

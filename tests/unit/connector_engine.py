@@ -39,7 +39,7 @@ from connector.layout import ChunkLayout, LayerPages
 from connector.requests import Attached
 from connector.transfer import HostTransfer, Mapped, Region
 from connector.worker import WorkerHalf
-from tests.unit.connector_fakes import FakeCopier, FakeDaemon, FakeLink, FakeSession, FakeSteps
+from tests.unit.connector_fakes import FakeCopier, FakeDaemon, FakeLink, FakeSession, FakeSteps, FakeTable
 
 BLOCK_TOKENS = 4
 PAGE_BYTES = 32
@@ -192,15 +192,17 @@ class PretendEngine:
         self.daemon = daemon
         session = FakeSession(daemon)
         arena = SimpleNamespace(address=self.arena.ctypes.data, nbytes=self.arena.nbytes)
-        self.worker_link.current = self.transfer.map(daemon.instance_id, session.table, arena)
+        self.worker_link.current = self.transfer.map(daemon.instance_id, FakeTable(daemon), arena)
         self.link.current = Attached(session, FakeSteps(daemon))
         return daemon
 
     def stop_daemon(self) -> None:
         """As if it had been killed: both links notice, in an order that the caller cannot tell."""
         if self.link.current is not None:
-            self.link.current.steps.broken = True
+            attached: Attached = self.link.current
+            attached.steps.broken = True
             self.link.current = None
+            attached.session.close()
         if self.worker_link.current is not None:
             mapped: Mapped = self.worker_link.current
             self.worker_link.current = None
@@ -237,9 +239,8 @@ class PretendEngine:
         """Another `clock`, `rules` or `admission`, wherever the scheduler half has one."""
         half = self.half
         for name, value in parts.items():
-            owners = [
-                each for each in (half, half.jobs, half._grants, half._loads, half._stores) if hasattr(each, f"_{name}")
-            ]
+            parts_of_half = (half, half.jobs, half._grants, half._loads, half._stores, half._retries)
+            owners = [each for each in parts_of_half if hasattr(each, f"_{name}")]
             assert owners, f"nothing has a {name}"
             for owner in owners:
                 setattr(owner, f"_{name}", value)

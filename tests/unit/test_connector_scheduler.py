@@ -1,9 +1,11 @@
 """The scheduler half under vLLM's real scheduler (see `connector_engine`): what is loaded, stored, refused, counted."""
 
+import itertools
 import logging
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -18,7 +20,8 @@ from connector.requests import Rules
 from connector.stores import STORE_WAIT_S
 from kvstore._native import class_bytes
 from kvstore.limits import GRANTS_IDLE_S, RESERVE_SHARE
-from tests.unit.connector_engine import BLOCK_TOKENS, PretendEngine
+from tests.unit.connector_engine import BLOCK_TOKENS, STATE, PretendEngine, needs_states
+from tests.unit.native_store import NAMESPACE, TENANT, native_store
 
 PROMPT = list(range(41))  # 10 full blocks: 5 chunks of 2
 
@@ -331,6 +334,56 @@ def test_an_engine_without_a_daemon_serves_and_uses_the_next_one(engine):
     assert len(engine.daemon.stored) == 5
     warm(engine, "warm")
     assert engine.daemon.hits == 5
+
+
+@pytest.mark.parametrize("windows", [(None,), pytest.param((None, STATE), marks=needs_states)])
+def test_a_daemon_may_die_between_any_two_reads_of_its_table(windows):
+    """The link's thread closes the table whenever the daemon hangs up, and the scheduler's has taken it by then."""
+    engine = PretendEngine(windows=windows, blocks=100, blocks_per_chunk=1, extra={"prefetch_policy": "wait_complete"})
+    reads_before = 0
+    while True:
+        engine.start_daemon(f"daemon-{reads_before}")
+        engine.serve(f"cold-{reads_before}", PROMPT)
+        empty_own_cache(engine)
+        engine.daemon.demote_all()
+        left = itertools.count(reads_before, -1)
+
+        def read(left=left):
+            if next(left) == 0:
+                engine.stop_daemon()
+
+        engine.link.current.session.table.on_read = read
+        request = engine.add(f"warm-{reads_before}", PROMPT + [7] * 20)
+        for _ in range(3):  # until some chunks are asked for, and the request waits
+            engine.step()
+        if engine.daemon is not None:
+            engine.daemon.land()
+        engine.run()
+        assert request.is_finished()
+        if engine.daemon is not None:
+            break
+        empty_own_cache(engine)
+        reads_before += 1
+    assert engine.daemon.fs_hits > 0
+    assert reads_before > 10, "the test proves nothing"
+
+
+def test_the_closed_table_of_these_tests_answers_as_the_real_one(engine):
+    fake = engine.link.current.session.table
+    refs = np.array([0], np.uint32), np.array([1], np.uint64)
+    with native_store() as store:
+        real = store.table()
+        for table in (real, fake):
+            table.close()
+        answers = [
+            (
+                list(map(list, table.lookup(NAMESPACE, TENANT, [b"k" * 16]))),
+                table.current(*refs),
+                table.heartbeat_age_ms(),
+            )
+            for table in (real, fake)
+        ]
+        assert answers[0] == answers[1]
 
 
 # ---- slots

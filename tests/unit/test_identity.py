@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
@@ -192,6 +193,7 @@ class EngineConfig:
         )
         self.kv_transfer_config = SimpleNamespace(kv_connector_extra_config={"blocks_per_chunk": 4}, engine_id="e")
         self.kv_events_config = None
+        self.compilation_config = SimpleNamespace(custom_ops=["all"])
         self.load_config = SimpleNamespace(load_format="auto", download_dir=None)
         self.speculative_config: SimpleNamespace | None = None
         self.use_v2_model_runner = False
@@ -204,11 +206,14 @@ class EngineConfig:
         self.tp_free = True
         self.heads = 2
         self.state: dict[str, Any] | None = None  # of a model that keeps one
+        self.spec: dict[str, Any] = {}  # of its attention, beside the rest
 
     def document(self) -> dict[str, object]:
         spec: KVCacheSpec
         if self.state is None:
-            spec = FullAttentionSpec(self.tokens_per_block, num_kv_heads=2, head_size=32, dtype=self.kv_dtype)
+            spec = FullAttentionSpec(
+                self.tokens_per_block, num_kv_heads=2, head_size=32, dtype=self.kv_dtype, **self.spec
+            )
         else:
             spec = MambaSpec(self.tokens_per_block, mamba_cache_mode="align", **self.state)
         kv_cache_config = KVCacheConfig(
@@ -264,6 +269,24 @@ def _speculative(engine: EngineConfig) -> None:
     )
 
 
+def _with_draft(engine: EngineConfig) -> None:
+    draft = copy.deepcopy(engine.model_config)
+    draft.model = str(weights_folder(Path(engine.model_config.model).parent / "draft"))
+    engine.speculative_config = SimpleNamespace(
+        method="draft_model",
+        num_speculative_tokens=3,
+        kv_cache_dtype=None,
+        draft_model_config=draft,
+        draft_load_config=None,
+    )
+
+
+def _kv_quant_mode(engine: EngineConfig) -> None:
+    if not hasattr(kv_cache_interface, "KVQuantMode"):
+        pytest.skip("this vLLM has one mode for each cache dtype")
+    engine.spec["kv_quant_mode"] = kv_cache_interface.KVQuantMode.FP8_PER_TENSOR
+
+
 def _other_weights(engine: EngineConfig) -> None:
     (Path(engine.model_config.model) / "model.safetensors").write_bytes(os.urandom(200))
 
@@ -284,7 +307,16 @@ def _other_weights(engine: EngineConfig) -> None:
         pytest.param(lambda e: setattr(e.model_config.hf_config, "rms_norm_eps", 1e-5), id="any model setting"),
         pytest.param(lambda e: setattr(e.model_config, "dtype", torch.float16), id="model dtype"),
         pytest.param(lambda e: setattr(e.model_config, "quantization", "fp8"), id="quantisation"),
+        pytest.param(
+            lambda e: setattr(e.model_config, "quantization_config", {"group_size": 64}), id="quantisation settings"
+        ),
+        pytest.param(lambda e: e.cache_config.kv_cache_dtype_skip_layers.append("0"), id="unquantised layers"),
+        pytest.param(_kv_quant_mode, id="kv quantisation mode"),
+        pytest.param(lambda e: setattr(e.model_config, "disable_sliding_window", True), id="window disabled"),
+        pytest.param(lambda e: e.spec.update(sliding_window=512), id="the group's window"),
+        pytest.param(lambda e: e.compilation_config.custom_ops.append("-rotary_embedding"), id="custom operations"),
         pytest.param(_speculative, id="speculative"),
+        pytest.param(_with_draft, id="draft model"),
         pytest.param(lambda e: setattr(e, "attention_backend", "CPU_ATTN/amx"), id="attention backend"),
         pytest.param(lambda e: setattr(e.cache_config, "kv_cache_layout", "BLHNC"), id="layout"),
         pytest.param(lambda e: setattr(e, "tp_lcm_size", 2), id="tp_lcm_size"),
@@ -298,6 +330,29 @@ def test_what_changes_the_bytes_or_the_keys_changes_the_namespace(
 ) -> None:
     before = namespace_id(engine.document())
     change(engine)
+    assert namespace_id(engine.document()) != before
+
+
+def test_the_draft_models_weights_are_in_the_namespace(engine: EngineConfig) -> None:
+    _with_draft(engine)
+    assert engine.speculative_config is not None
+    before = namespace_id(engine.document())
+    (Path(engine.speculative_config.draft_model_config.model) / "model.safetensors").write_bytes(os.urandom(200))
+    assert namespace_id(engine.document()) != before
+
+
+def test_operations_are_named_in_no_order_and_once(engine: EngineConfig) -> None:
+    engine.compilation_config.custom_ops = ["all", "-rotary_embedding", "+quant_fp8"]
+    before = namespace_id(engine.document())
+    engine.compilation_config.custom_ops = ["+quant_fp8", "all", "-rotary_embedding", "+quant_fp8"]
+    assert namespace_id(engine.document()) == before
+
+
+def test_dummy_weights_are_of_one_split_each(engine: EngineConfig) -> None:
+    engine.load_config.load_format = "dummy"
+    before = namespace_id(engine.document())
+    assert namespace_id(engine.document()) == before
+    _two_ranks(engine)
     assert namespace_id(engine.document()) != before
 
 
