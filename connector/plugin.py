@@ -171,13 +171,13 @@ class KVStoreConnector(OffloadingConnector):
         return super().get_kv_connector_stats()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler_half.finishing(request.request_id)
+        self._scheduler_half.finishing(request.request_id, request.num_computed_tokens)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler_half.finishing(request.request_id)
+        self._scheduler_half.finishing(request.request_id, request.num_computed_tokens)
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:

@@ -154,11 +154,11 @@ class SchedulerHalf(OffloadingManager):
         # a prefix that is hot there, and what mends holes.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
-    def finishing(self, req_id: str) -> None:
-        """The request has ended; one last offer to store may follow."""
+    def finishing(self, req_id: str, computed_tokens: int) -> None:
+        """The request has ended; one last offer to store may follow. `computed_tokens`: 0 when it was preempted."""
         record = self._records.get(req_id)
         if record is not None:
-            record.finished = True
+            record.finished, record.storable_tokens = True, computed_tokens
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         record = req_context.get_state(RequestRecord)

@@ -12,6 +12,7 @@ os.environ.setdefault("PYTHONHASHSEED", "0")
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading_scheduler
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.request import RequestStatus
 
 from connector import metrics
 from connector.requests import Rules
@@ -619,3 +620,35 @@ def test_a_chunk_whose_tokens_were_changed_after_its_key_was_noted_is_not_stored
     engine.half.prepare_store = prepare
     job = next(iter(engine.half.jobs.running.values()))
     assert len(job.keys) == 2  # of the three that the step computed
+
+
+def test_a_request_that_ends_without_its_blocks_is_not_stored_from_them():
+    """It is preempted with a step under way, its blocks are another's in the same step, and the step's output ends it.
+    Its store has waited for slots until then."""
+    engine = PretendEngine(blocks=19, blocks_per_chunk=1, batches=2, kv_role="kv_producer")
+    engine.steps.answered = False
+    engine.add("long", [300 + i % 90 for i in range(59)], max_tokens=12)
+    for _ in range(3):
+        engine.step()
+    short = engine.add("short", list(range(11)), max_tokens=2)
+    while not short.is_finished():
+        engine.step()
+    assert short.num_preemptions == 1
+    engine.steps.answered = True
+    engine.steps.answer()
+    engine.run()  # which looks at what is committed
+    assert engine.daemon.stored
+    assert not set(stored_keys(engine)) & set(short.block_hashes)
+
+
+def test_of_a_request_that_fails_before_all_is_computed_no_more_than_that_is_stored():
+    """vLLM counts all of the prompt as computed then; here the end of the last block is not."""
+    engine = PretendEngine(blocks_per_chunk=1)
+    other = engine.add("other", list(range(100, 110)))
+    failing = engine.add("failing", PROMPT)
+    engine.step()
+    assert failing.num_computed_tokens == 14
+    engine.scheduler.finish_requests("failing", RequestStatus.FINISHED_ERROR)
+    engine.run()
+    assert set(stored_keys(engine)) & set(failing.block_hashes) == set(failing.block_hashes[:3])
+    assert other.is_finished()
