@@ -275,9 +275,12 @@ class PretendEngine:
         self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def can_reset(self) -> bool:
-        """vLLM refuses it while loads run, also those of requests that were aborted meanwhile."""
+        """vLLM refuses it while loads run, also those of requests that were aborted meanwhile, and while one that has
+        been loaded waits to go on."""
         return not any(
-            request.is_finished() or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            request.is_finished()
+            or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            or (request.status != RequestStatus.RUNNING and request.num_computed_tokens > 0)
             for request in self.scheduler.requests.values()
         )
 
