@@ -54,6 +54,27 @@ _ROPE_FIELDS = (
     "original_max_position_embeddings",
 )
 _WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_chunk_size")
+_LONGROPE_TYPES = {"longrope", "su"}
+_LLAMA4_TUNED_ABOVE = 32768  # vLLM's own; above it each query of a layer without positions is scaled
+_MULTIMODAL_FIELDS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_backend",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+    "video_pruning_method",
+    "allow_missing_mm_embeddings",
+)
+_ARITHMETIC_VARIABLES = (  # of vLLM: what activations are rounded to, and how a video is cut into frames
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_SSM_CONV_STATE_LAYOUT",
+    "VLLM_VIDEO_LOADER_BACKEND",
+)
 _NOT_IDENTITY = {"_name_or_path", "_commit_hash", "transformers_version"}  # where it lay and who read it
 
 
@@ -262,6 +283,13 @@ def namespace_document(
     }
     if states := _states(spec):
         document["states"] = states
+    settings = {
+        "by_length": _by_length(model),
+        "code": _code(model),
+        "multimodal": _multimodal(model),
+        "arithmetic": _arithmetic(vllm_config),
+    }
+    document |= {name: fields for name, fields in settings.items() if fields}  # so that a plain engine's stays short
     if heads is None:
         document["parallel"] = {
             "tensor": parallel.tensor_parallel_size,
@@ -285,6 +313,58 @@ def _states(spec: "KVCacheSpec") -> list[object]:
             if state not in states:
                 states.append(state)
     return states
+
+
+def _by_length(model: "ModelConfig") -> dict[str, object]:
+    """What vLLM computes otherwise, for every token, by the longest request that the engine takes (--max-model-len)."""
+    found: dict[str, object] = {}
+    text = model.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    for each in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
+        if _LONGROPE_TYPES.intersection((each.get("rope_type"), each.get("type"))):
+            short = each.get("original_max_position_embeddings") or getattr(
+                text, "original_max_position_embeddings", None
+            )
+            found["longrope"] = model.max_model_len > short if short else model.max_model_len
+    if str(getattr(text, "model_type", "")).startswith("llama4"):
+        found["llama4_temperature"] = model.max_model_len > _LLAMA4_TUNED_ABOVE
+    return found
+
+
+def _code(model: "ModelConfig") -> dict[str, object]:
+    """Whose code computes, where it is not vLLM's own for the model's architecture."""
+    found: dict[str, object] = {}
+    if model.model_class_overrides:
+        found["overrides"] = _plain(model.model_class_overrides, "model_class_overrides")
+    if model.trust_remote_code:
+        found["revision"] = model.code_revision or "model's"
+        found["files"] = _folder_digest(model.model, re.compile(r"\.py$"))
+    return found
+
+
+def _multimodal(model: "ModelConfig") -> dict[str, object]:
+    """What vLLM makes of an image, a video or a sound, which the hash in a block's key does not say."""
+    if model.multimodal_config is None:
+        return {}
+    return {
+        **_fields(model.multimodal_config, _MULTIMODAL_FIELDS),
+        "files": _folder_digest(model.model, re.compile(r"processor.*\.json$|^tekken\.json$")),
+    }
+
+
+def _folder_digest(model: str, names: re.Pattern[str]) -> str:
+    """Of those files of a local model folder; "" where the revision says it: a model of the hub."""
+    folder = Path(model)
+    if not folder.is_dir() or _HUB_SNAPSHOT.search(str(folder.absolute())):
+        return ""
+    return _weights_digest((path.name, path) for path in sorted(folder.iterdir()) if names.search(path.name))
+
+
+def _arithmetic(vllm_config: "VllmConfig") -> dict[str, object]:
+    found: dict[str, object] = {name: os.environ[name] for name in _ARITHMETIC_VARIABLES if name in os.environ}
+    if (indexer := vllm_config.attention_config.indexer_kv_dtype) != "auto":
+        found["indexer_kv_dtype"] = str(indexer)
+    return found
 
 
 def _model(model: "ModelConfig", load_config: Any) -> dict[str, object]:

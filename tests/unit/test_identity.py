@@ -166,7 +166,13 @@ class EngineConfig:
             disable_sliding_window=False,
             use_mla=False,
             get_total_num_kv_heads=lambda: 2,
+            max_model_len=4096,
+            model_class_overrides={},
+            trust_remote_code=False,
+            code_revision=None,
+            multimodal_config=None,
         )
+        self.attention_config = SimpleNamespace(indexer_kv_dtype="auto")
         self.cache_config = SimpleNamespace(
             block_size=16,
             cache_dtype="auto",
@@ -330,6 +336,94 @@ def test_engines_of_two_tp_sizes_have_two_namespaces_where_it_is_not(engine: Eng
 def _two_ranks(engine: EngineConfig) -> None:
     engine.parallel_config.tensor_parallel_size = 2
     engine.parallel_config.world_size = 2
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_longrope_is_told_apart_by_the_lengths_that_choose_its_factors(engine: EngineConfig, nested: bool) -> None:
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    engine.model_config.hf_config.rope_parameters = {"full_attention": longrope} if nested else longrope
+    seen = []
+    for length in (2048, 4096, 4097, 131072):
+        engine.model_config.max_model_len = length
+        seen.append(namespace_id(engine.document()))
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert seen[1] != seen[2]
+
+
+def test_llama_4_is_told_apart_by_the_length_from_which_its_queries_are_scaled(engine: EngineConfig) -> None:
+    engine.model_config.hf_config.model_type = "llama4_text"
+    engine.model_config.max_model_len = 32768
+    before = namespace_id(engine.document())
+    engine.model_config.max_model_len = 32769
+    assert namespace_id(engine.document()) != before
+
+
+def test_the_longest_request_of_other_models_splits_no_namespace(engine: EngineConfig) -> None:
+    before = namespace_id(engine.document())
+    engine.model_config.max_model_len = 131072
+    assert namespace_id(engine.document()) == before
+
+
+def _file(engine: EngineConfig, name: str) -> None:
+    (Path(engine.model_config.model) / name).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda _, mm: mm.update(mm_processor_kwargs={"max_pixels": 1 << 20}), id="processor kwargs"),
+        pytest.param(lambda _, mm: mm.update(media_io_kwargs={"video": {"num_frames": 8}}), id="frames"),
+        pytest.param(lambda _, mm: mm.update(mm_encoder_attn_dtype="fp8"), id="encoder dtype"),
+        pytest.param(lambda _, mm: mm.update(video_pruning_rate=0.5), id="pruning"),
+        pytest.param(lambda e, _: _file(e, "preprocessor_config.json"), id="image processor"),
+        pytest.param(lambda e, _: _file(e, "video_preprocessor_config.json"), id="video processor"),
+        pytest.param(lambda e, _: _file(e, "processor_config.json"), id="processor"),
+    ],
+)
+def test_what_an_engine_makes_of_an_image_changes_its_namespace(
+    engine: EngineConfig, change: Callable[[EngineConfig, dict[str, Any]], None]
+) -> None:
+    engine.model_config.multimodal_config = SimpleNamespace(mm_processor_kwargs=None, limit_per_prompt={"image": 1})
+    before = namespace_id(engine.document())
+    change(engine, vars(engine.model_config.multimodal_config))
+    assert namespace_id(engine.document()) != before
+
+
+def test_what_only_bounds_images_or_is_of_no_use_to_a_text_model_splits_no_namespace(engine: EngineConfig) -> None:
+    before = namespace_id(engine.document())
+    _file(engine, "preprocessor_config.json")
+    _file(engine, "modeling.py")
+    assert namespace_id(engine.document()) == before
+    engine.model_config.multimodal_config = SimpleNamespace(mm_processor_kwargs=None, limit_per_prompt={"image": 1})
+    before = namespace_id(engine.document())
+    engine.model_config.multimodal_config.limit_per_prompt = {"image": 2}
+    assert namespace_id(engine.document()) == before
+
+
+def test_code_that_comes_with_a_model_is_told_apart_by_its_files(engine: EngineConfig) -> None:
+    engine.model_config.trust_remote_code = True
+    _file(engine, "modeling.py")
+    before = namespace_id(engine.document())
+    (Path(engine.model_config.model) / "modeling.py").write_text("# other")
+    assert namespace_id(engine.document()) != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda e, _: setattr(e.attention_config, "indexer_kv_dtype", "bf16"), id="indexer"),
+        pytest.param(lambda e, _: e.model_config.model_class_overrides.update(A="m:B"), id="class"),
+        pytest.param(lambda _, patch: patch.setenv("VLLM_CPU_INT4_W4A8", "0"), id="activations"),
+    ],
+)
+def test_what_chooses_the_arithmetic_changes_the_namespace(
+    engine: EngineConfig, monkeypatch: pytest.MonkeyPatch, change: Callable[[EngineConfig, Any], None]
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_INT4_W4A8", raising=False)
+    before = namespace_id(engine.document())
+    change(engine, monkeypatch)
+    assert namespace_id(engine.document()) != before
 
 
 def test_a_setting_without_a_spelling_of_its_own_is_refused_by_name(engine: EngineConfig) -> None:
