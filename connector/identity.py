@@ -12,13 +12,16 @@ certain that a setting leaves the KV bytes alone, it is in.
 import enum
 import hashlib
 import json
+import logging
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from connector.adapters import changed_ns
 from kvstore.errors import SeedMismatch
 from kvstore.namespace import seed_problem
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 # vLLM is imported inside the functions that ask it something: importing it takes many seconds, and weights and
 # documents are examined by tools and tests that run no engine.
+
+logger = logging.getLogger("vllm.connector.identity")
 
 ENGINE_FAMILY = "vllm"
 LAYOUT_FORMAT_VERSION = 2
@@ -192,11 +197,40 @@ def sample_offsets(size: int) -> list[int]:
     return [i * (size - WEIGHTS_SAMPLE_BYTES) // (WEIGHTS_SAMPLES - 1) for i in range(WEIGHTS_SAMPLES)]
 
 
-def _cached_commit(model: str, revision: str | None, cache_dir: str | None) -> str | None:
+def weights_changed(model: str, revision: str | None, since_ns: int, *, cache_dir: str | None = None) -> bool:
+    """Whether these weights may have been others at that time, by the clock of their files (ctime: no copy sets it
+    back). A model of the hub whose first download was after it has had no others."""
+    path = Path(model)
+    if path.exists():
+        if _HUB_SNAPSHOT.search(str(path.absolute())):
+            return False
+        files = _weights_files(path) if path.is_dir() else [path]
+        return changed_ns(path, (file.stat().st_ctime_ns for file in files)) >= since_ns
+    folder = _cached_repository(model, cache_dir)
+    reference = folder / "refs" / (revision or "main")
+    return (
+        reference.is_file()
+        and reference.stat().st_ctime_ns >= since_ns
+        and len(list((folder / "snapshots").iterdir())) > 1
+    )
+
+
+def process_started_ns() -> int:
+    """When this process began, in ns of wall-clock time as it is now."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    after_boot_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")  # proc(5): starttime
+    return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - after_boot_ns)
+
+
+def _cached_repository(model: str, cache_dir: str | None) -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
 
-    folder = Path(cache_dir or HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+    return Path(cache_dir or HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+
+
+def _cached_commit(model: str, revision: str | None, cache_dir: str | None) -> str | None:
+    folder = _cached_repository(model, cache_dir)
     revision = revision or "main"
     reference = folder / "refs" / revision
     commit = reference.read_text().strip() if reference.is_file() else revision
@@ -230,6 +264,7 @@ def namespace_document(
     tp_lcm_size: int,
     heads: Sequence["PageHeads"] | None,
     group: int = 0,
+    started_ns: int | None = None,
 ) -> dict[str, object]:
     """All that must be equal for chunks of this KV cache group to be interchangeable; the session adds chunk bytes and
     the seed's fingerprint. `kv_caches` is what vLLM registered: [blocks, heads, tokens, content] per layer.
@@ -290,6 +325,8 @@ def namespace_document(
         "arithmetic": _arithmetic(vllm_config),
     }
     document |= {name: fields for name, fields in settings.items() if fields}  # so that a plain engine's stays short
+    if _weights_changed_since(vllm_config, process_started_ns() if started_ns is None else started_ns):
+        document["unshared"] = vllm_config.instance_id
     if heads is None:
         document["parallel"] = {
             "tensor": parallel.tensor_parallel_size,
@@ -313,6 +350,25 @@ def _states(spec: "KVCacheSpec") -> list[object]:
             if state not in states:
                 states.append(state)
     return states
+
+
+def _weights_changed_since(vllm_config: "VllmConfig", started_ns: int) -> bool:
+    """Asked last, when all of them have been read: what the engine has in memory may be what lay there before."""
+    loaded = [(vllm_config.model_config, vllm_config.load_config)]
+    if (speculative := vllm_config.speculative_config) and speculative.draft_model_config is not None:
+        loaded.append((speculative.draft_model_config, speculative.draft_load_config or vllm_config.load_config))
+    for model, load in loaded:
+        if load.load_format != "dummy" and weights_changed(
+            model.model, model.revision, started_ns, cache_dir=load.download_dir
+        ):
+            logger.warning(
+                "kvstore: the weights of %s were changed after this process had begun, so it may have loaded others. "
+                "This engine shares its chunks with no other one, nor with its own next start; start it again to share "
+                "them, in a process that begins after the weights are there",
+                model.model,
+            )
+            return True
+    return False
 
 
 def _by_length(model: "ModelConfig") -> dict[str, object]:

@@ -3,6 +3,9 @@
 import copy
 import itertools
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +105,70 @@ def test_weights_that_cannot_be_told_are_refused_with_the_name_and_the_fix(tmp_p
         identity.weights_identity(str(tmp_path), None)
 
 
+def _now_ns(folder: Path) -> int:
+    """By the clock of the files there. It is coarse: what changes next has a later time."""
+    beacon = folder / "beacon"
+    beacon.touch()
+    now_ns = beacon.stat().st_ctime_ns
+    while beacon.stat().st_ctime_ns == now_ns:
+        os.utime(beacon)
+    return beacon.stat().st_ctime_ns
+
+
+def _replace_a_file(model: Path) -> None:
+    content = (model / "model.safetensors").read_bytes()
+    (model / "new").write_bytes(content)
+    os.utime(model / "new", (0, 0))  # as rsync does
+    (model / "new").rename(model / "model.safetensors")
+
+
+def _write_in_place(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(os.urandom(100))
+
+
+def _replace_the_folder(model: Path) -> None:
+    model.rename(model.parent / "old")
+    (model.parent / "next").rename(model)
+
+
+@pytest.mark.parametrize("change", [_replace_a_file, _write_in_place, _replace_the_folder])
+def test_weights_that_changed_after_the_engine_began_are_noticed(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    model = weights_folder(tmp_path / "model")
+    weights_folder(tmp_path / "next")
+    began_ns = _now_ns(tmp_path)
+    assert not identity.weights_changed(str(model), None, began_ns)
+    change(model)
+    assert identity.weights_changed(str(model), None, began_ns)
+
+
+def test_a_link_that_led_to_other_weights_is_noticed(tmp_path: Path) -> None:
+    one, other = weights_folder(tmp_path / "step-1"), weights_folder(tmp_path / "step-2")
+    link = tmp_path / "latest"
+    link.symlink_to(one)
+    began_ns = _now_ns(tmp_path)
+    assert not identity.weights_changed(str(link), None, began_ns)
+    (tmp_path / "next").symlink_to(other)
+    (tmp_path / "next").rename(link)
+    assert identity.weights_changed(str(link), None, began_ns)
+
+
+def test_a_model_of_the_hub_has_changed_when_its_name_meant_another_commit(tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--name"
+    began_ns = _now_ns(tmp_path)
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    assert not identity.weights_changed("org/name", None, began_ns, cache_dir=str(tmp_path))  # its first download
+    (repository / "snapshots" / COMMIT[::-1]).mkdir()
+    assert identity.weights_changed("org/name", None, began_ns, cache_dir=str(tmp_path))
+    assert not identity.weights_changed("org/name", COMMIT, began_ns, cache_dir=str(tmp_path))
+    assert not identity.weights_changed(str(snapshot), None, began_ns)
+    assert not identity.weights_changed("org/name", None, _now_ns(tmp_path), cache_dir=str(tmp_path))
+
+
 # ---- seed and probe
 
 
@@ -173,6 +240,8 @@ class EngineConfig:
             multimodal_config=None,
         )
         self.attention_config = SimpleNamespace(indexer_kv_dtype="auto")
+        self.instance_id = "one"
+        self.started_ns: int | None = 1 << 62  # after every file here
         self.cache_config = SimpleNamespace(
             block_size=16,
             cache_dtype="auto",
@@ -238,6 +307,7 @@ class EngineConfig:
             attention_backend=self.attention_backend,
             tp_lcm_size=self.tp_lcm_size,
             heads=[PageHeads(1, self.heads, 1)] * len(self.layers) if self.tp_free else None,
+            started_ns=self.started_ns,
         )
 
 
@@ -424,6 +494,38 @@ def test_what_chooses_the_arithmetic_changes_the_namespace(
     before = namespace_id(engine.document())
     change(engine, monkeypatch)
     assert namespace_id(engine.document()) != before
+
+
+def test_an_engine_whose_weights_changed_while_it_started_shares_with_no_other(
+    engine: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = namespace_id(engine.document())
+    engine.started_ns = None  # this process began before the weights were written
+    seen = {before}
+    for engine.instance_id in ("one", "two"):
+        seen.add(namespace_id(engine.document()))
+    assert len(seen) == 3
+    assert "were changed after this process had begun" in caplog.text
+
+
+def test_a_draft_model_that_changed_while_the_engine_started_counts_too(engine: EngineConfig) -> None:
+    engine.started_ns = _now_ns(Path(engine.model_config.model).parent)
+    draft = copy.deepcopy(engine.model_config)
+    draft.model = str(weights_folder(Path(engine.model_config.model).parent / "new draft"))
+    assert "unshared" not in engine.document()
+    engine.speculative_config = SimpleNamespace(
+        method="eagle", num_speculative_tokens=3, kv_cache_dtype=None, draft_model_config=draft, draft_load_config=None
+    )
+    assert engine.document()["unshared"] == "one"
+
+
+def test_a_process_knows_when_it_began() -> None:
+    code = "import sys, time; from connector.identity import process_started_ns; print(process_started_ns())"
+    before_ns = time.time_ns()
+    began_ns = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    tick_ns = 2 * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    assert before_ns - tick_ns <= began_ns <= time.time_ns()
+    assert identity.process_started_ns() < before_ns
 
 
 def test_a_setting_without_a_spelling_of_its_own_is_refused_by_name(engine: EngineConfig) -> None:
