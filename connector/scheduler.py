@@ -282,7 +282,9 @@ class SchedulerHalf(OffloadingManager):
                 chunk_bytes = self._geometry.chain_bytes(attached)
                 self._admission.read(chunks=chunks, chunk_bytes=chunk_bytes, seconds=seconds)
             self._grants.fetch(attached, self._records.values())
-            attached.steps.flush()
+        current = self._link.current
+        if current is not None:  # what is queued goes out also where the group is refused, or lacks a worker
+            current.steps.flush()
 
     def _exchange_learned(self, attached: Attached) -> None:
         """What other engines like this one learned comes from the daemon, and goes back there for the next one."""

@@ -598,6 +598,27 @@ def test_an_idle_engine_goes_on_stepping_while_anything_is_unsent(engine):
     assert not engine.connector.has_pending_push_work()
 
 
+def test_an_engine_without_all_its_workers_becomes_idle(engine):
+    """It has queued the probe by then. An engine that steps for ever cannot be paused or put to sleep."""
+    engine.daemon.complete = False
+    engine.steps.group = engine.daemon.group_state()
+    engine.half._introduced = None
+    engine.serve("unserved", PROMPT)
+    assert engine.daemon.probes
+    assert not engine.daemon.stored
+
+
+def test_an_engine_that_is_refused_while_a_request_runs_becomes_idle(engine):
+    engine.add("running", PROMPT, max_tokens=8)
+    engine.step()
+    engine.daemon.refused = "it hashes otherwise"
+    engine.steps.group = engine.daemon.group_state()
+    told = len(engine.steps.told)
+    engine.run()
+    engine.serve("unserved", PROMPT[::-1])
+    assert len(engine.steps.told) > told
+
+
 def test_a_record_never_shows_its_salt(engine):
     request = engine.add("salted", PROMPT, salt="secret-of-tenant")
     assert "secret-of-tenant" not in repr(engine.half._records[request.request_id])
