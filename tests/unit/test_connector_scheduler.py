@@ -619,6 +619,17 @@ def test_an_engine_that_is_refused_while_a_request_runs_becomes_idle(engine):
     assert len(engine.steps.told) > told
 
 
+def test_a_request_that_was_preempted_and_aborted_at_once_waits_no_more(engine):
+    """Else every later request would be taken for one that has others behind it."""
+    engine.add("gone", PROMPT, max_tokens=9)
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.abort("gone")
+    engine.run()
+    admission = engine.half._admission
+    assert admission.queue.seen_by("next", admission.recompute_model).waiting_count == 0
+
+
 def test_a_record_never_shows_its_salt(engine):
     request = engine.add("salted", PROMPT, salt="secret-of-tenant")
     assert "secret-of-tenant" not in repr(engine.half._records[request.request_id])
