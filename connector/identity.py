@@ -374,17 +374,33 @@ def _weights_changed_since(vllm_config: "VllmConfig", started_ns: int) -> bool:
 def _by_length(model: "ModelConfig") -> dict[str, object]:
     """What vLLM computes otherwise, for every token, by the longest request that the engine takes (--max-model-len)."""
     found: dict[str, object] = {}
-    text = model.hf_text_config
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    for each in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
-        if _LONGROPE_TYPES.intersection((each.get("rope_type"), each.get("type"))):
-            short = each.get("original_max_position_embeddings") or getattr(
-                text, "original_max_position_embeddings", None
-            )
+    for kind, short in _ropes(model.hf_text_config):
+        if kind in _LONGROPE_TYPES:
             found["longrope"] = model.max_model_len > short if short else model.max_model_len
-    if str(getattr(text, "model_type", "")).startswith("llama4"):
+    if str(getattr(model.hf_text_config, "model_type", "")).startswith("llama4"):
         found["llama4_temperature"] = model.max_model_len > _LLAMA4_TUNED_ABOVE
     return found
+
+
+def _ropes(text_config: Any) -> Iterator[tuple[str, int]]:
+    """Each kind of rotary embedding, one of a layer type's own included, and the length that it was trained for (0: not
+    known)."""
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    for each in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
+        kind = str(each.get("rope_type") or each.get("type") or "")
+        trained = [getattr(text_config, "original_max_position_embeddings", None)]
+        if kind not in _LONGROPE_TYPES:
+            trained.append(getattr(text_config, "max_position_embeddings", None))
+        yield kind, next(filter(None, [each.get("original_max_position_embeddings"), *trained]), 0)
+
+
+def rescales_by_batch(model: "ModelConfig") -> bool:
+    """Whether K depends on how long the other requests of a step are: Transformers' own rotary embeddings of these
+    kinds choose their frequencies by the largest position they are given."""
+    return model.using_transformers_backend() and any(
+        (kind in _LONGROPE_TYPES or "dynamic" in kind) and model.max_model_len > trained
+        for kind, trained in _ropes(model.hf_text_config)
+    )
 
 
 def _code(model: "ModelConfig") -> dict[str, object]:

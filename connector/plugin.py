@@ -273,6 +273,11 @@ def _require_reuse(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> N
         reason = "lets a prompt's tokens see those behind them"
     elif WINDOWS_FROM_THE_PROMPT.intersection(model.architectures):
         reason = "treats generated tokens otherwise than those of a prompt"
+    elif identity.rescales_by_batch(model):
+        reason = (
+            "takes its rotary frequencies from the longest request of each step (vLLM's Transformers backend, where "
+            f"--max-model-len, here {model.max_model_len}, is beyond the length that the model was trained for)"
+        )
     else:
         return
     raise ValueError(

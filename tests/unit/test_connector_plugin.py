@@ -105,6 +105,21 @@ def test_a_model_with_windows_of_generated_tokens_is_refused(monkeypatch):
         build(config)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize(("ours", "trained", "served"), [(True, 256, True), (False, 512, True), (False, 256, False)])
+def test_rotary_frequencies_that_follow_other_requests_are_refused(monkeypatch, kind, ours, trained, served):
+    config = vllm_config()
+    model = config.model_config  # --max-model-len 512
+    rope = {"rope_type": kind, "original_max_position_embeddings": trained}
+    monkeypatch.setattr(model.hf_text_config, "rope_parameters", rope)
+    monkeypatch.setattr(type(model), "using_transformers_backend", lambda _: not ours)
+    if served:
+        build(config)
+    else:
+        with pytest.raises(ValueError, match=r"from the longest request of each step .*--max-model-len, here 512"):
+            build(config)
+
+
 @pytest.mark.parametrize(
     ("tp_size", "tp_lcm_size", "said"),
     [
