@@ -352,6 +352,45 @@ def _states(spec: "KVCacheSpec") -> list[object]:
     return states
 
 
+def _model(model: "ModelConfig", load_config: Any) -> dict[str, object]:
+    if load_config.load_format == "dummy":
+        weights = "dummy"  # made from the configuration with a fixed seed
+    else:
+        weights = weights_identity(model.model, model.revision, cache_dir=load_config.download_dir)
+    return {
+        "name": _model_name(model.model),
+        "weights": weights,
+        "config": _config_digest(model.hf_config),
+        "dtype": _plain(model.dtype, "dtype"),
+        "quantization": str(model.quantization or "none"),
+        "quantization_config": _json_digest(_plain(model.quantization_config, "quantization_config")),
+    }
+
+
+def _model_name(model: str) -> str:
+    """The same whether the engine was given the hub's name or, as vLLM does when offline, the folder in the cache."""
+    path = Path(model)
+    if not path.exists():
+        return model
+    snapshot = _HUB_SNAPSHOT.search(str(path.absolute()))
+    if snapshot is not None:
+        return snapshot["repository"].replace("--", "/")
+    return path.resolve().name  # two containers may mount one folder at two places; the weights tell models apart
+
+
+def _speculative(vllm_config: "VllmConfig") -> dict[str, object]:
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return {}
+    draft = speculative.draft_model_config
+    return {
+        "method": str(speculative.method),
+        "tokens": speculative.num_speculative_tokens,
+        "kv_dtype": str(speculative.kv_cache_dtype or "model's"),
+        "model": {} if draft is None else _model(draft, speculative.draft_load_config or vllm_config.load_config),
+    }
+
+
 def _weights_changed_since(vllm_config: "VllmConfig", started_ns: int) -> bool:
     """Asked last, when all of them have been read: what the engine has in memory may be what lay there before."""
     loaded = [(vllm_config.model_config, vllm_config.load_config)]
@@ -437,45 +476,6 @@ def _arithmetic(vllm_config: "VllmConfig") -> dict[str, object]:
     if (indexer := vllm_config.attention_config.indexer_kv_dtype) != "auto":
         found["indexer_kv_dtype"] = str(indexer)
     return found
-
-
-def _model(model: "ModelConfig", load_config: Any) -> dict[str, object]:
-    if load_config.load_format == "dummy":
-        weights = "dummy"  # made from the configuration with a fixed seed
-    else:
-        weights = weights_identity(model.model, model.revision, cache_dir=load_config.download_dir)
-    return {
-        "name": _model_name(model.model),
-        "weights": weights,
-        "config": _config_digest(model.hf_config),
-        "dtype": _plain(model.dtype, "dtype"),
-        "quantization": str(model.quantization or "none"),
-        "quantization_config": _json_digest(_plain(model.quantization_config, "quantization_config")),
-    }
-
-
-def _model_name(model: str) -> str:
-    """The same whether the engine was given the hub's name or, as vLLM does when offline, the folder in the cache."""
-    path = Path(model)
-    if not path.exists():
-        return model
-    snapshot = _HUB_SNAPSHOT.search(str(path.absolute()))
-    if snapshot is not None:
-        return snapshot["repository"].replace("--", "/")
-    return path.resolve().name  # two containers may mount one folder at two places; the weights tell models apart
-
-
-def _speculative(vllm_config: "VllmConfig") -> dict[str, object]:
-    speculative = vllm_config.speculative_config
-    if speculative is None:
-        return {}
-    draft = speculative.draft_model_config
-    return {
-        "method": str(speculative.method),
-        "tokens": speculative.num_speculative_tokens,
-        "kv_dtype": str(speculative.kv_cache_dtype or "model's"),
-        "model": {} if draft is None else _model(draft, speculative.draft_load_config or vllm_config.load_config),
-    }
 
 
 def _pages(
