@@ -183,6 +183,7 @@ class RequestRecord:
     rows: Sequence[Row]  # by kind
     adapter: bytes = b""  # digest of its LoRA adapter
     finished: bool = False
+    storable_tokens: int | None = None  # of a request that has ended; what lies behind is not computed, or another's
     load: LoadVerdict | None = None  # of the hit as it was last
     store: StoreVerdict | None = None  # of all its chunks, from the first offer on
     tiers: TierFilter | None = None  # that the request may load from; None: not known yet

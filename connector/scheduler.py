@@ -158,11 +158,11 @@ class SchedulerHalf(OffloadingManager):
         # a prefix that is hot there, and what mends holes.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
-    def finishing(self, req_id: str) -> None:
-        """The request has ended; one last offer to store may follow."""
+    def finishing(self, req_id: str, computed_tokens: int) -> None:
+        """The request has ended; one last offer to store may follow. `computed_tokens`: 0 when it was preempted."""
         record = self._records.get(req_id)
         if record is not None:
-            record.finished = True
+            record.finished, record.storable_tokens = True, computed_tokens
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         record = req_context.get_state(RequestRecord)
@@ -291,7 +291,9 @@ class SchedulerHalf(OffloadingManager):
                 chunk_bytes = self._geometry.chain_bytes(attached)
                 self._admission.read(chunks=chunks, chunk_bytes=chunk_bytes, seconds=seconds)
             self._grants.fetch(attached, self._records.values())
-            attached.steps.flush()
+        current = self._link.current
+        if current is not None:  # what is queued goes out also where the group is refused, or lacks a worker
+            current.steps.flush()
 
     def _exchange_learned(self, attached: Attached) -> None:
         """What other engines like this one learned comes from the daemon, and goes back there for the next one."""

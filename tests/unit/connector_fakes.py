@@ -314,6 +314,7 @@ class FakeSteps:
 
     def tell(self, decision: Decision) -> None:
         self.told.append(decision)
+        self.unsent = True
 
     def ask_learned(self, learning: str) -> None:
         self.learning = learning
@@ -352,6 +353,7 @@ class FakeSteps:
     def probe(self, engine_family: str, hash_algorithm: str, value: bytes) -> None:
         if not self.broken:
             self.daemon.probes.append((engine_family, hash_algorithm, value))
+            self.unsent = True
 
     def fresh_namespace(self) -> None:
         """As the real one: slots granted for the old namespace go back."""
@@ -365,6 +367,7 @@ class FakeSteps:
 
     def flush(self) -> None:
         self.flushes += 1
+        self.unsent = False
 
     def close(self) -> None:
         self.closed = True
