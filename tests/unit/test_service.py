@@ -14,7 +14,7 @@ from kvstore.operations import Operations
 from kvstore.rpc.v1 import admin_pb2, store_pb2
 from kvstore.service import Admin
 from kvstore.store import Store
-from kvstore.tiers.base import ChunkId, Removed, Scope
+from kvstore.tiers.base import ChunkId, Removed, Scope, WriteOutcome
 from kvstore.tiers.cpu import CpuTier
 from tests.unit.native_store import INDEX_KEY, INSTANCE, NAMESPACE, TENANT, key_of
 from tests.unit.test_movement import CHUNK, LowerTier, chunk_of
@@ -234,5 +234,28 @@ def test_the_order_that_a_quota_needs_is_made_though_the_operator_hangs_up(
             task.cancel()
         assert place.put(100) == _native.STORED
         assert (place.shown(0), place.shown(1)) == (MISS, CPU)
+
+    asyncio.run(scene())
+
+
+def test_a_removal_takes_what_is_being_written_to_disk_and_skips_only_what_is_leased(place: Place) -> None:
+    async def scene() -> None:
+        await place.movement.show_found()
+        for number in range(4):
+            [(slot, generation)] = place.index.grant(GROUP, CHUNK, 1)
+            commit = (slot, generation, TENANT, key_of(number), b"")
+            assert place.index.commit(GROUP, NAMESPACE, [commit], 1_000) == [_native.STORED]
+            place.movement.stored(chunk_of(number), slot, generation, CHUNK)
+        place.index.lease(GROUP, [(slot, generation)], 10_000)
+        assert len(place.fs.writes) == 4
+        removing = place.removal()
+        await turns(lambda: place.fs.removals)
+        while place.fs.writes:
+            place.fs.end_write(WriteOutcome.ABORTED)
+        place.fs.removals.pop()(Removed(0, 0))
+        [cpu, _] = (await removing).by_tier
+        assert (cpu.chunks, cpu.skipped_pinned) == (3, 1)
+        assert [place.shown(number) for number in range(4)] == [MISS, MISS, MISS, CPU]
+        assert place.index.stats()["io_bytes"] == 0
 
     asyncio.run(scene())
