@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +17,7 @@ from kvstore.config import (
     serve_config,
 )
 from kvstore.errors import ConfigurationError
+from kvstore.logs import begin_logging
 from kvstore.server import EXIT_USAGE
 from kvstore.server import serve as run
 
@@ -87,7 +87,7 @@ def serve(
     socket_mode: Annotated[str | None, typer.Option(help="0600, or 0660 with --allow-uid.")] = None,
 ) -> None:
     """Run this node's daemon. Every flag is also a variable (KVSTORE_CPU_BYTES) and a TOML key (cpu_bytes)."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    begin_logging()
     flags = {
         "runtime_dir": runtime_dir,
         "cpu_bytes": cpu_bytes,
