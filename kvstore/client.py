@@ -160,6 +160,10 @@ class StoreClient:
         `timeout_s` bounds every wait for the daemon. Unavailable, SeedMismatch, NamespaceMismatch, LimitExceeded,
         ConfigurationError.
         """
+        if hash_seed is not None and not isinstance(hash_seed, str):
+            raise ConfigurationError(
+                f"hash_seed is {hash_seed!r}; it is a text, as PYTHONHASHSEED is: {str(hash_seed)!r}"
+            )
         attachment = Attachment(
             role=Role.CLIENT,
             hash_seed=os.environ.get("PYTHONHASHSEED", "") if hash_seed is None else hash_seed,

@@ -36,7 +36,7 @@ METRICS_LISTEN_DEFAULT = "127.0.0.1:9765"
 EVICTION_POLICIES = ("adaptive", "lru", "probation")  # names of the native core's
 EVICTION_POLICY_DEFAULT = "adaptive"  # docs/decisions/010-eviction-policy.md
 
-_DURATIONS_MS = {"ms": 1, "": 1_000, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_DURATIONS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate(("k", "M", "G", "T"), start=1)
@@ -146,7 +146,7 @@ def parse_bytes(value: object) -> int:
 
 
 def parse_duration_ms(value: str) -> int:
-    """`90s`, `15m`, `1h`, `2d`, `500ms`; a plain number is seconds. ValueError."""
+    """`90s`, `15m`, `1h`, `2d`, `500ms`. ValueError; also for a number without a unit, which may be meant as days."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value)
     if match is None or match[2] not in _DURATIONS_MS:
         raise ValueError(f"{value!r} is not a time; write for example 90s, 15m, 1h or 2d")

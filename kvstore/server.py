@@ -417,7 +417,8 @@ def _start_metrics(config: ServeConfig, snapshot: Callable[[], admin_pb2.StatsRe
             f"--metrics-listen {listen.host}:{listen.port} cannot be opened ({error.strerror}); name another "
             "HOST:PORT, or off"
         ) from None
-    _log.info("metrics at http://%s:%d/metrics", listen.host, server.server_port)
+    host = f"[{listen.host}]" if ":" in listen.host else listen.host
+    _log.info("metrics at http://%s:%d/metrics", host, server.server_port)
     assert isinstance(server, WSGIServer)
     return server
 

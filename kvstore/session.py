@@ -162,11 +162,16 @@ class Session:
                     sock.settimeout(_left_s(deadline_s))
                     memory, table, arena = _map(sock, undo)
             except grpc.RpcError as error:
-                raise error_of(error) from None
+                raise error_of(error, endpoint) from None
             except PermissionError as error:
                 raise NotAllowed(
                     f"{arena_path} does not open for uid {os.geteuid()} ({error.strerror}); run as the daemon's user, "
                     "or start the daemon with --allow-uid"
+                ) from None
+            except TimeoutError:
+                raise Unavailable(
+                    f"the daemon at {endpoint} did not answer within {timeout_s:g} s: it is stopped, or hangs; see its "
+                    "log"
                 ) from None
             except OSError as error:
                 raise Unavailable(

@@ -145,7 +145,7 @@ class Steps:
         self._renew_at_s = time.monotonic() + RENEW_LEASES_S
         self._grants: dict[int, deque[Ref]] = defaultdict(deque)
         self._grants_used_s = time.monotonic()
-        self._keeping_grants = False
+        self._grants_kept: Sequence[int] = ()  # by kind
         self._grants_coming: Counter[int] = Counter()
         self._grants_short: dict[int, Outcome] = {}
 
@@ -180,16 +180,15 @@ class Steps:
         with self._lock:
             return self._take(count, kind)
 
-    def keep_grants(self, *, keep: bool) -> None:
-        """While a caller still expects to store, its grants are not given back for idleness: one step of an engine that
-        reads a long prompt lasts longer than that. Called by one thread, and by that in every step: hence no lock where
-        nothing changes."""
-        if keep is self._keeping_grants:
+    def keep_grants(self, counts: Sequence[int]) -> None:
+        """So many of each kind a caller still expects to use. Only what is beyond that is given back for idleness: one
+        step of an engine that reads a long prompt lasts longer. Called by one thread, and by that in every step: hence
+        no lock where nothing changes."""
+        if counts == self._grants_kept:
             return
         with self._lock:
-            self._keeping_grants = keep
+            self._grants_kept = counts
             self._grants_used_s = time.monotonic()
-            self._to_send.notify_all()
 
     def return_grants(self) -> None:
         """Give back those that arrived and were not taken."""
@@ -531,11 +530,14 @@ class Steps:
         self._operations -= sum(len(chain.keys) for chain in self._touches)
         self._touches.clear()
 
-    def _return_grants(self) -> None:
-        for free in self._grants.values():
-            for ref in free:
-                self._abort(ref)
-            free.clear()
+    def _return_grants(self, kept: Sequence[int] = ()) -> None:
+        """All but so many of each kind."""
+        for kind, free in self._grants.items():
+            for _ in range(self._beyond(kind, kept)):
+                self._abort(free.popleft())
+
+    def _beyond(self, kind: int, kept: Sequence[int]) -> int:
+        return len(self._grants[kind]) - (kept[kind] if kind < len(kept) else 0)
 
     def _settle_tickets(self, outcomes: Iterable[tuple[int, Outcome]]) -> None:
         self._outcomes.update(outcomes)
@@ -579,9 +581,9 @@ class Steps:
             wakes.append(self._renew_at_s)
         else:
             self._renew_at_s = now_s + RENEW_LEASES_S
-        if any(self._grants.values()) and not self._keeping_grants:
+        if any(self._beyond(kind, self._grants_kept) > 0 for kind in self._grants):
             if now_s >= self._grants_used_s + GRANTS_IDLE_S:
-                self._return_grants()
+                self._return_grants(self._grants_kept)
                 self._flushing = True
             else:
                 wakes.append(self._grants_used_s + GRANTS_IDLE_S)

@@ -293,7 +293,9 @@ class Store:
         if request.role != store_pb2.ROLE_SCHEDULER and not group.kinds:
             group.kinds = [Kind.of(number, brought) for number, brought in enumerate(request.kinds)]
             for kind in group.kinds:
-                self._size_classes.add(kind.slot_bytes)
+                if kind.slot_bytes not in self._size_classes:
+                    self._size_classes.add(kind.slot_bytes)
+                    self._tier.warn_if_table_is_short(kind.slot_bytes)
                 self._keep_document(kind.namespace, kind.document)
         group.sessions.add(session)
         group.processes.add(session)

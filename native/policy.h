@@ -66,6 +66,8 @@ class Leaves {
     }
     // The next younger leaf of the same set.
     std::optional<Leaf> after(const Place& place) const;
+    // Of the leaf that was used least recently, orphans aside; none: there is no other leaf.
+    std::optional<unsigned> class_of_oldest() const;
     // Of the leaf that was used least recently; 0: there is an orphan; none: there is no leaf.
     std::optional<std::uint64_t> oldest_tick() const;
 
@@ -107,7 +109,7 @@ class Policy {
     void removed(const Digest& digest, std::uint64_t now);
 
     std::optional<Victim> victim(const Leaves& leaves, std::uint64_t now) const;
-    // Where it comes in the order of `victim`, of whatever size class.
+    // Where it comes in the order of `victim`, of whatever size class, whatever else is there.
     Victim weigh(const Leaf& leaf, std::uint32_t uses, bool orphan, std::uint64_t now) const;
 
     std::uint64_t ghost_count() const { return ghosts_.size(); }
@@ -115,7 +117,7 @@ class Policy {
 
   private:
     double rank(const Leaf& leaf, unsigned use_class, std::uint64_t now) const;
-    std::optional<Victim> least_rank(const Leaves& leaves, std::uint64_t now, std::uint64_t untouched_for) const;
+    std::optional<Victim> least_rank(const Leaves& leaves, std::uint64_t now) const;
     std::uint64_t ghosts_max() const;
     void leave_ghost(const Digest& digest, const Uses& uses, std::uint64_t now);
     void forget_surplus(std::uint64_t now);

@@ -28,11 +28,15 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="TOML file; keys are the flags with underscores.")] = None,
     runtime_dir: Annotated[
         str | None,
-        typer.Option(help="Sockets live here. Default: /run/kvstore for root, else $XDG_RUNTIME_DIR/kvstore."),
+        typer.Option(
+            help="Sockets live here. Default: /run/kvstore for root, else $XDG_RUNTIME_DIR/kvstore, else a private "
+            "folder in the temporary directory."
+        ),
     ] = None,
     cpu_bytes: Annotated[str | None, typer.Option(help="Size of the cpu tier, exact: 64GiB, 500MB, bytes.")] = None,
     index_bytes: Annotated[
-        str | None, typer.Option(help="Largest size of the table. Default: what fits the tiers.")
+        str | None,
+        typer.Option(help="Largest size of the table. Default: what chunks of 64 KiB need; smaller ones need more."),
     ] = None,
     fs_dir: Annotated[
         str | None, typer.Option(help="Directory of the filesystem tier. Default: none. Needs --fs-bytes.")

@@ -610,7 +610,7 @@ def _close_all(*descriptors: int) -> None:
 def _why_unusable(path: Path, error: OSError) -> str:
     match error.errno:
         case errno.ENOENT:
-            return f"{path.parent} does not exist; create it, or choose another --fs-dir"
+            return f"{path} cannot be made in {path.parent}; create it, or choose another --fs-dir"
         case errno.ENOTDIR:
             return f"{path} is not a directory; choose another --fs-dir"
         case errno.EACCES | errno.EPERM:

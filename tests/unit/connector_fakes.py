@@ -212,7 +212,7 @@ class FakeSteps:
         self.group = daemon.group_state()
         self.unsent = False
         self.flushes = 0
-        self.kept = False
+        self.kept: Sequence[int] = ()
         self.closed = False
         self.promotes = self.promotes_answered = 0
         self.told: list[Decision] = []
@@ -245,8 +245,8 @@ class FakeSteps:
             if self.answered:
                 self.answer()
 
-    def keep_grants(self, *, keep: bool) -> None:
-        self.kept = keep
+    def keep_grants(self, counts: Sequence[int]) -> None:
+        self.kept = counts
 
     def return_grants(self) -> None:
         for ref in self.free:

@@ -256,6 +256,21 @@ def test_grants_nobody_uses_go_back(
     assert steps.grants_free() == 0
 
 
+def test_grants_that_somebody_expects_to_use_stay_and_only_the_others_go_back(
+    daemon: FakeDaemon, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "GRANTS_IDLE_S", 0.05)
+    steps.keep_grants([0, 2])
+    for kind in range(3):
+        steps.want_grants(3, kind=kind)
+    steps.flush()
+    assert list(daemon.next().grants_wanted) == [3, 3, 3]
+    assert len(daemon.next().aborts) == 3 + 1 + 3
+    assert [steps.grants_free(kind) for kind in range(3)] == [0, 2, 0]
+    steps.keep_grants([])
+    assert len(daemon.next().aborts) == 2
+
+
 def test_leases_are_renewed_until_released(
     daemon: FakeDaemon, session: FakeSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
