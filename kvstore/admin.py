@@ -332,6 +332,9 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
         "eviction_policy": reply.eviction_policy,
         "poison_commits": reply.poison_commits,
         "problems": list(reply.problems),
+        "config": {
+            setting.name: {"value": json.loads(setting.value), "source": setting.source} for setting in reply.config
+        },
         "decisions": [
             {
                 "kind": count.kind,

@@ -13,8 +13,8 @@ import stat
 import tempfile
 import tomllib
 import urllib.parse
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ class ServeConfig:
     metrics_listen: ListenAddress | None  # None: off
     allow_uids: frozenset[int]
     socket_mode: int  # 0o600 or 0o660
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)  # setting -> flag, variable or file
 
     @property
     def grpc_path(self) -> Path:
@@ -95,6 +96,15 @@ class ServeConfig:
     @property
     def endpoint(self) -> str:
         return f"unix://{self.grpc_path}"
+
+    def settings(self) -> Iterator[tuple[str, object, str]]:
+        """Name, effective value as JSON has it, and what set it ("": nobody did). Not the hash seed: keys follow from
+        it."""
+        for name in _SETTINGS:
+            if name == "hash_seed":
+                continue
+            value = getattr(self, "allow_uids" if name == "allow_uid" else name)
+            yield name, _as_json(name, value), self.sources.get(name, "")
 
 
 def serve_config(
@@ -116,7 +126,8 @@ def serve_config(
             values[name] = parse(value)
         except ValueError as error:
             raise ConfigurationError(f"{source}: {error}") from None
-    return _checked(values, environment)
+    sources = {name: source for name, (source, _) in given.items()}
+    return replace(_checked(values, environment), sources=sources)
 
 
 def parse_bytes(value: object) -> int:
@@ -238,6 +249,21 @@ def _write_policy(value: object) -> WritePolicy:
     if not isinstance(value, str) or value not in set(WritePolicy):
         raise ValueError(f"{value!r} is no write policy; the policies are {', '.join(WritePolicy)}")
     return WritePolicy(value)
+
+
+def _as_json(name: str, value: object) -> object:
+    match value:
+        case ListenAddress(host, port):
+            return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        case None if name == "metrics_listen":
+            return "off"
+        case frozenset():
+            return sorted(value)
+        case Path():
+            return str(value)
+        case int() if name == "socket_mode":
+            return f"{value:04o}"
+    return value
 
 
 def _threads(value: object) -> int:

@@ -535,3 +535,15 @@ def test_a_disk_that_hangs_costs_what_is_on_it_and_nobody_else_a_thing(fs_dir: P
         eventually(lambda: daemon.tier()["granted_bytes"] == 0, "the reads are back")
         eventually(lambda: client.get("salt", KEYS, timeout_s=1.0) == PAYLOADS, "everything is served again")
         assert fs_tier(daemon)["corruptions"] == 0
+
+
+def test_a_clear_takes_what_is_just_being_written_to_disk(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        for _ in range(4):
+            client.put("salt", CHUNKS)
+            assert admin.remove(daemon.endpoint, admin.selection())["skipped_pinned"] == 0
+            assert set(client.lookup("salt", KEYS)) == {Lookup.MISS}
+        assert daemon.stats()["problems"] == []
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon:
+        wait_until_warm(daemon)
+        assert (fs_tier(daemon)["chunks"], daemon.tier()["chunks"]) == (0, 0)

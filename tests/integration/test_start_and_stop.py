@@ -212,6 +212,21 @@ def _path_of_python() -> dict[str, str]:
     return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "200"}
 
 
+def test_the_log_and_stats_say_which_settings_hold_and_what_set_them_but_not_the_seed(runtime_dir: Path) -> None:
+    seed = "4109286375"
+    with running_daemon(runtime_dir=runtime_dir, cpu_bytes="8MiB", hash_seed=seed) as daemon:
+        found = daemon.stats()["config"]
+        assert isinstance(found, dict)
+        assert found["cpu_bytes"] == {"value": 8 << 20, "source": "--cpu-bytes"}
+        assert found["metrics_listen"] == {"value": "off", "source": "--metrics-listen"}
+        assert found["eviction_policy"] == {"value": "adaptive", "source": ""}
+        assert "hash_seed" not in found
+        [line] = [line for line in daemon.log().splitlines() if "settings: " in line]
+        assert f"cpu_bytes={8 << 20} (--cpu-bytes)" in line
+        assert 'eviction_policy="adaptive",' in line
+        assert seed not in daemon.log()
+
+
 @pytest.mark.parametrize("arguments", [["kvstore", "stats"], ["kvstore", "stats", "--json"]])
 def test_an_output_that_cannot_be_written_is_one_line(daemon: Daemon, arguments: list[str]) -> None:
     command = [Path(sys.executable).parent / arguments[0], *arguments[1:], "--endpoint", daemon.endpoint]
