@@ -126,10 +126,10 @@ def no_descriptors_left() -> Iterator[None]:
         os.close(cpu.table_fd)
 
 
-def tiers_of(chunks: int, *, lower_bytes: int = 1 << 30, **options: object) -> Tiers:
+def tiers_of(chunks: int, *, index_bytes: int | None = None, lower_bytes: int = 1 << 30, **options: object) -> Tiers:
     cpu = CpuTier(
         cpu_bytes=chunks * CHUNK,
-        index_bytes=None,
+        index_bytes=index_bytes,
         index_key=INDEX_KEY,
         instance_id=INSTANCE,
         lower_bytes=lower_bytes,
@@ -388,7 +388,8 @@ def test_write_back_goes_on_by_itself_until_enough_is_written() -> None:
 
 
 def test_write_back_writes_ahead_where_the_table_is_full_before_the_arena() -> None:
-    tiers = tiers_of(1_024, lower_bytes=0, policy=WritePolicy.WRITE_BACK)
+    sized_for_512 = _native.Index.table_bytes_for(512, 1_024 * CHUNK, _native.Index.unit_bytes_for(1_024 * CHUNK))
+    tiers = tiers_of(1_024, index_bytes=sized_for_512, lower_bytes=0, policy=WritePolicy.WRITE_BACK)
     for number in range(1_024):
         tiers.put(number)
     held = tiers.cpu.index.stats()["chunks"]
