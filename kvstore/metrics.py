@@ -54,11 +54,13 @@ class DaemonCollector(Collector):
 
 def _admission(stats: admin_pb2.StatsReply) -> Iterator[Metric]:
     decisions = CounterMetricFamily(
-        "kvstore_decisions", "What engines decided about loading and storing, by reason.", labels=["kind", "reason"]
+        "kvstore_decisions",
+        "What engines decided about loading and storing, and commits that were rejected, by reason.",
+        labels=["kind", "reason"],
     )
     refused = CounterMetricFamily(
         "kvstore_refused_chunks",
-        "Chunks of prompts that engines did not store, or not on disk.",
+        "Chunks that engines did not store, or not on disk, and those that were written and rejected.",
         labels=["kind", "reason"],
     )
     for count in stats.decisions:

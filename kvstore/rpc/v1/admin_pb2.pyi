@@ -189,16 +189,28 @@ class ExplainRequest(_message.Message):
     def __init__(self, request: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class Explained(_message.Message):
-    __slots__ = ("decision", "group", "age_s", "namespace_id")
+    __slots__ = ("decision", "group", "age_s", "namespace_id", "committed", "missing")
     DECISION_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     decision: _store_pb2.Decision
     group: str
     age_s: float
     namespace_id: bytes
-    def __init__(self, decision: _Optional[_Union[_store_pb2.Decision, _Mapping]] = ..., group: _Optional[str] = ..., age_s: _Optional[float] = ..., namespace_id: _Optional[bytes] = ...) -> None: ...
+    committed: _containers.RepeatedCompositeFieldContainer[Committed]
+    missing: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, decision: _Optional[_Union[_store_pb2.Decision, _Mapping]] = ..., group: _Optional[str] = ..., age_s: _Optional[float] = ..., namespace_id: _Optional[bytes] = ..., committed: _Optional[_Iterable[_Union[Committed, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("outcome", "chunks")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    outcome: str
+    chunks: int
+    def __init__(self, outcome: _Optional[str] = ..., chunks: _Optional[int] = ...) -> None: ...
 
 class KeyFate(_message.Message):
     __slots__ = ("namespace_id", "tenant_id", "events")
