@@ -391,7 +391,8 @@ class Store:
                 self._index.touch(namespace, chain.tenant, list(chain.keys), now_ms, again=chain.again)
                 if self._movement is not None:
                     self._movement.touched(namespace, chain.tenant, chain.keys, worth_disk=chain.worth_disk)
-        if self._movement is not None and group.complete() and not group.refused:
+        if self._movement is not None and request.promotes and group.complete() and not group.refused:
+            evictions = self._index.stats()["evictions"]
             for chain in request.promotes:
                 kind = group.kinds[chain.kind]
                 self._movement.promote(
@@ -402,6 +403,8 @@ class Store:
                     kind.chunk_bytes,
                     waited=not chain.unwaited,
                 )
+            evicted = self._index.stats()["evictions"] - evictions
+            self.explanations.evicted(f"what {group.name} had read from disk", evicted, now_ms)
         self.counts.misses += request.misses
         self._learn(request, reply)
         while group.reads:

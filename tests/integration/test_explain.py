@@ -1,6 +1,7 @@
 """`kvstore explain` against a real daemon, and what engines tell it: decisions, and what they learned."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -172,6 +173,27 @@ def test_a_key_that_had_to_make_room_says_for_whom() -> None:
         assert daemon.tier()["evictions"] > 0
         [fate] = explain(daemon, key(0).hex())["keys"]
         assert "evicted to make room for client-1" in fate["events"][1]
+
+
+def test_what_made_room_for_reads_from_disk_is_told_too(tmp_path: Path) -> None:
+    flags = ["--fs-dir", str(tmp_path / "fs"), "--fs-bytes", "64MiB"]
+    with running_daemon(arguments=flags, cpu_bytes="1MiB") as daemon, client_of(daemon) as client:
+        for name in range(100):
+            client.put(None, {key(name): payload(name)})
+            eventually(lambda: daemon.tier("fs")["chunks"] == name + 1, "it is on disk")  # noqa: B023
+        put = daemon.tier()["evictions"]
+        for name in range(100):
+            assert client.get(None, [key(name)]) == [payload(name)]
+        evicted = daemon.tier()["evictions"]
+        assert evicted > put
+        CliRunner().invoke(app, ["clear", "--yes", "--endpoint", daemon.endpoint])
+        [fate] = explain(daemon, key(0).hex())["keys"]
+        told = re.findall(
+            r"(\d+) chunks were evicted to make room for (what client-1 had read|client-1)", fate["events"][1]
+        )
+        assert [(int(chunks), who) for chunks, who in told] == [
+            (put, "client-1"), (evicted - put, "what client-1 had read"),
+        ]  # fmt: skip
 
 
 def test_what_is_not_known_is_an_error_that_says_why(daemon: Daemon) -> None:
