@@ -322,6 +322,7 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
                 "quarantined_slots": tier.quarantined_slots,
                 "scrubbed_chunks": tier.scrubbed_chunks,
                 "unindexed_chunks": tier.unindexed_chunks,
+                "tenants": tier.tenants,
             }
             for tier in reply.tiers
         ],

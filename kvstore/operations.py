@@ -55,11 +55,13 @@ class Operations:
             removals=index["removals"],
             corruptions=0,  # only a tier with checksums can see one
             ready_bytes=self._tier.ready_bytes,
+            tenants=index["tenants"],
         )
+        tiers = [cpu] if self._movement is None else [cpu, self._fs_stats(self._movement)]
         return admin_pb2.StatsReply(
             instance_id=self._store.instance_id,
             uptime_s=(now_ms - self._started_ms) / 1000,
-            tiers=[cpu] if self._movement is None else [cpu, self._fs_stats(self._movement)],
+            tiers=tiers,
             sessions=[
                 admin_pb2.SessionStats(
                     role=ROLE_NAMES[session.role],
@@ -72,7 +74,7 @@ class Operations:
                 for session in self._store.connected()
             ],
             namespaces=len(self._store.documents()),
-            tenants=index["tenants"],
+            tenants=max(tier.tenants for tier in tiers),
             stores=counts.stores,
             failed_loads=counts.failed_loads,
             poison_commits=index["poison_commits"],
@@ -101,6 +103,7 @@ class Operations:
             quarantined_slots=fs.quarantined,
             scrubbed_chunks=fs.scrubbed_chunks,
             unindexed_chunks=fs.unindexed,
+            tenants=fs.tenants,
         )
 
     # -- quotas --------------------------------------------------------------------------------------------------

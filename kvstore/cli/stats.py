@@ -20,9 +20,10 @@ def stats(endpoint: Endpoint = None, json: Json = False) -> None:
 
 
 def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
+    tenants = " and ".join(f"{tier.tenants} tenants in {tier.name}" for tier in reply.tiers)
     console.print(
         f"instance {reply.instance_id.hex()}, up {reply.uptime_s:.0f} s, {reply.namespaces} namespaces, "
-        f"{reply.tenants} tenants, {reply.stores} stores, {reply.failed_loads} failed loads, "
+        f"{tenants}, {reply.stores} stores, {reply.failed_loads} failed loads, "
         f"eviction policy {reply.eviction_policy}",
         highlight=False,
     )
