@@ -23,8 +23,9 @@ REASONS_MAX = 64  # an engine may send any text
 TIERS_MAX = 8
 EXPLAINED_MAX = 64  # decisions, or fates, in one answer
 EVENTS_MAX = 8  # in one fate, the newest
-KEYS_LOOKED_AT_MAX = 4_096  # of events that concern keys which begin alike, the newest
+KEYS_LOOKED_AT_MAX = 1_024  # of events that concern keys which begin alike, the newest
 EVICTIONS_TOLD = 256  # of those between two events, the newest
+DECISIONS_PER_SLICE = 512
 PLACES_PER_SLICE = 64
 
 LOAD, STORE, DISK, COMMIT = "load", "store", "disk", "commit"
@@ -234,10 +235,17 @@ class Explanations:
 
     # -- asked: every `next` is one slice of work, see kvstore/operations.py ------------------------------------------
 
-    def of_request(self, request: str, now_ms: int) -> Iterator[admin_pb2.Explained]:
-        """The newest decisions about requests whose id begins so, or goes on so after its first "-"; oldest first."""
-        found = [kept for kept in self._kept.values() if any(name.startswith(request) for name in kept.names)]
-        return (self._explained(kept, now_ms) for kept in found[-EXPLAINED_MAX:])
+    def of_request(self, request: str, now_ms: int) -> Iterator[admin_pb2.Explained | None]:
+        """The newest decisions about requests whose id begins so, or goes on so after its first "-"; oldest first.
+        None: go on."""
+        found: deque[_Kept] = deque(maxlen=EXPLAINED_MAX)
+        for number, kept in enumerate(list(self._kept.values()), 1):
+            if kept.names[0].startswith(request) or kept.names[1].startswith(request):
+                found.append(kept)
+            if number % DECISIONS_PER_SLICE == 0:
+                yield None
+        for kept in found:
+            yield self._explained(kept, now_ms)
 
     def _explained(self, kept: _Kept, now_ms: int) -> admin_pb2.Explained:
         committed = [

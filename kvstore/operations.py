@@ -377,8 +377,8 @@ class Operations:
             case "request" if request.request:
                 missed = b""
                 for explained in self._store.explanations.of_request(request.request, now_ms):
-                    yield admin_pb2.ExplainReply(decisions=[explained])
-                    if not explained.decision.is_store:
+                    yield admin_pb2.ExplainReply(decisions=[] if explained is None else [explained])
+                    if explained is not None and not explained.decision.is_store:
                         missed = explained.decision.refused
                 if missed:  # of what was missed last: what became of it
                     yield from self._fates(missed, now_ms)

@@ -162,6 +162,20 @@ def test_a_request_is_found_by_the_id_its_client_gave_it() -> None:
     assert list(known.of_request("7", 0)) == []
 
 
+def test_no_slice_of_an_answer_grows_with_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DECISIONS_PER_SLICE", "PLACES_PER_SLICE", "KEYS_LOOKED_AT_MAX"):
+        monkeypatch.setattr(explanations, name, 4)
+    known = Explanations()
+    tell(known, *(load(number) for number in range(20)))
+    told = list(known.of_request("request-19", 0))
+    assert (told.count(None), len(told)) == (5, 6)
+    for number in range(20):
+        known.stored("engine", NAMESPACE, TENANT, [KEY[:8] + number.to_bytes(24, "big")], 0)
+    assert len(list(known.of_key(KEY[:8], [], nowhere, 0))) == 4
+    places = [(number.to_bytes(16, "big"), TENANT) for number in range(8)]
+    assert list(known.of_key(b"other-key" * 3, places, nowhere, 0)) == [None, None]
+
+
 def test_engines_number_their_decisions_independently() -> None:
     known = Explanations()
     tell(known, load(1), group="a")
