@@ -340,6 +340,17 @@ def test_what_came_of_a_decision_to_store_is_known_by_its_number(store: Store) -
     assert counts[("commit", "QUOTA")] == 1
 
 
+def test_a_miss_is_explained_by_what_was_before_it_though_the_chunk_is_stored_in_the_same_message(store: Store) -> None:
+    session = attach(store)
+    [at] = grants(store, session, 1)
+    batch = commit(at, 1)
+    decision = store_pb2.Decision(number=1, request="cmpl-1", reason="NO_HIT", refused=batch.keys[0][:8])
+    step(store, session, commits=[batch], decisions=[decision])
+    pieces = list(operations(store).explain(admin_pb2.ExplainRequest(request="cmpl-1"), 0))
+    assert list(pieces[0].decisions[0].missing) == ["not known to have been stored, or decided about, before"]
+    assert pieces[1].keys[0].events[-1] == "in the cpu tier now"
+
+
 def test_a_removal_that_is_refused_is_not_told_of_any_key(store: Store) -> None:
     session = attach(store)
     [at] = grants(store, session, 1)
