@@ -7,7 +7,8 @@ store, load   chunks of three sizes, so many in flight, through a tier of this p
               many threads, in turns. All slots have been written to before. GB/s of payload.
 ready         a daemon on a directory with 100,000 chunks, from the start of its process to its ready line, beside one
               on an empty directory, in turns. Then how long until it holds them all.
-rebuild       the same directory without its index, beside a read of 4 KiB of each slot by the same number of threads.
+rebuild       the same directory without its index, until it serves, beside a read of 4 KiB of each slot by the same
+              number of threads.
 loop delay    how late the daemon's heartbeat comes while clients keep its disk busy both ways; 99th percentile. And
               while an operator asks about 100,000 chunks on disk, beside how late it comes while nobody does.
 """

@@ -14,7 +14,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +70,7 @@ class Adapters:
     def _read(self, known: _Known) -> None:
         try:
             fingerprint = _fingerprint(known.path)
-            if _changed_ns(known.path, fingerprint) >= self._started_ns:
+            if changed_ns(Path(known.path), (each for _, _, each, _ in fingerprint)) >= self._started_ns:
                 raise OSError("they are newer than this engine, which may have loaded others")
             digest = _content(known.path, fingerprint, self._settings)
             if _fingerprint(known.path) != fingerprint:
@@ -116,12 +116,12 @@ def _fingerprint(path: str) -> Fingerprint:
     return tuple(sorted(found))
 
 
-def _changed_ns(path: str, fingerprint: Fingerprint) -> int:
-    """When any of the files, the folder, or a link on the way to it was changed last."""
-    place = Path(path).absolute()
+def changed_ns(path: Path, files_ns: Iterable[int]) -> int:
+    """When any of the files in it, the folder itself, or a link on the way to it was changed last."""
+    place = path.absolute()
     links = [each for each in (place, *place.parents) if each.is_symlink()]
     times = [each.lstat().st_ctime_ns for each in links] + [place.stat().st_ctime_ns]
-    return max(times + [changed_ns for _, _, changed_ns, _ in fingerprint])
+    return max(*times, *files_ns)
 
 
 def _content(path: str, fingerprint: Fingerprint, settings: str) -> bytes:

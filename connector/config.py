@@ -57,7 +57,6 @@ class ConnectorConfig:
     copy_backend: CopyBackend
     copy_in_flight_bytes: int  # CUDA: the most that the driver is given at a time, of each direction
     untried_cuda: bool  # True: serve an engine on CUDA although these copies have never run on a GPU
-    self_describing_kv_events: bool  # vLLM's own
 
     @classmethod
     def parse(cls, raw: Mapping[str, object]) -> "ConnectorConfig":
@@ -90,6 +89,11 @@ class ConnectorConfig:
                 "kv_connector_extra_config: canonical_layout=False, but the store keeps one layout for every engine; "
                 "leave the key out"
             )
+        if _boolean(raw, "self_describing_kv_events", False):
+            raise ValueError(
+                "kv_connector_extra_config: self_describing_kv_events=True, but the store emits no KV events of its "
+                "chunks; leave the key out"
+            )
         return cls(
             admission=_admission(raw),
             endpoint=_endpoint(raw),
@@ -100,7 +104,6 @@ class ConnectorConfig:
             copy_backend=_copy_backend(raw),
             copy_in_flight_bytes=_positive(raw, "copy_in_flight_bytes") or COPY_IN_FLIGHT_BYTES,
             untried_cuda=_boolean(raw, "untried_cuda", False),
-            self_describing_kv_events=_boolean(raw, "self_describing_kv_events", False),
         )
 
     def for_base_class(self) -> dict[str, object]:
@@ -109,7 +112,6 @@ class ConnectorConfig:
             **_SET_BY_US,
             "canonical_layout": True,
             "offload_prompt_only": self.offload_prompt_only,
-            "self_describing_kv_events": self.self_describing_kv_events,
         }
 
 

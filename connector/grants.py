@@ -59,8 +59,7 @@ class Grants:
         """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
         steps = attached.steps
         there = [steps.grants_free(kind) + steps.grants_coming(kind) for kind in range(len(self._expected))]
-        # A step of the engine may take longer than a slot may lie idle; what is too much may still go back.
-        steps.keep_grants(keep=any(0 < expected >= got for got, expected in zip(there, self._expected, strict=True)))
+        steps.keep_grants(tuple(self._expected))  # a step of the engine may take longer than a slot may lie idle
         now = self._clock()
         while self._taken and now - self._taken[0][0] >= GRANTS_IDLE_S:
             _, kind, count = self._taken.popleft()

@@ -12,13 +12,16 @@ certain that a setting leaves the KV bytes alone, it is in.
 import enum
 import hashlib
 import json
+import logging
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from connector.adapters import changed_ns
 from kvstore.errors import SeedMismatch
 from kvstore.namespace import seed_problem
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 # vLLM is imported inside the functions that ask it something: importing it takes many seconds, and weights and
 # documents are examined by tools and tests that run no engine.
+
+logger = logging.getLogger("vllm.connector.identity")
 
 ENGINE_FAMILY = "vllm"
 LAYOUT_FORMAT_VERSION = 2
@@ -54,6 +59,27 @@ _ROPE_FIELDS = (
     "original_max_position_embeddings",
 )
 _WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_chunk_size")
+_LONGROPE_TYPES = {"longrope", "su"}
+_LLAMA4_TUNED_ABOVE = 32768  # vLLM's own; above it each query of a layer without positions is scaled
+_MULTIMODAL_FIELDS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_backend",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+    "video_pruning_method",
+    "allow_missing_mm_embeddings",
+)
+_ARITHMETIC_VARIABLES = (  # of vLLM: what activations are rounded to, and how a video is cut into frames
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_SSM_CONV_STATE_LAYOUT",
+    "VLLM_VIDEO_LOADER_BACKEND",
+)
 _NOT_IDENTITY = {"_name_or_path", "_commit_hash", "transformers_version"}  # where it lay and who read it
 
 
@@ -171,11 +197,40 @@ def sample_offsets(size: int) -> list[int]:
     return [i * (size - WEIGHTS_SAMPLE_BYTES) // (WEIGHTS_SAMPLES - 1) for i in range(WEIGHTS_SAMPLES)]
 
 
-def _cached_commit(model: str, revision: str | None, cache_dir: str | None) -> str | None:
+def weights_changed(model: str, revision: str | None, since_ns: int, *, cache_dir: str | None = None) -> bool:
+    """Whether these weights may have been others at that time, by the clock of their files (ctime: no copy sets it
+    back). A model of the hub whose first download was after it has had no others."""
+    path = Path(model)
+    if path.exists():
+        if _HUB_SNAPSHOT.search(str(path.absolute())):
+            return False
+        files = _weights_files(path) if path.is_dir() else [path]
+        return changed_ns(path, (file.stat().st_ctime_ns for file in files)) >= since_ns
+    folder = _cached_repository(model, cache_dir)
+    reference = folder / "refs" / (revision or "main")
+    return (
+        reference.is_file()
+        and reference.stat().st_ctime_ns >= since_ns
+        and len(list((folder / "snapshots").iterdir())) > 1
+    )
+
+
+def process_started_ns() -> int:
+    """When this process began, in ns of wall-clock time as it is now."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    after_boot_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")  # proc(5): starttime
+    return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - after_boot_ns)
+
+
+def _cached_repository(model: str, cache_dir: str | None) -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
 
-    folder = Path(cache_dir or HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+    return Path(cache_dir or HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+
+
+def _cached_commit(model: str, revision: str | None, cache_dir: str | None) -> str | None:
+    folder = _cached_repository(model, cache_dir)
     revision = revision or "main"
     reference = folder / "refs" / revision
     commit = reference.read_text().strip() if reference.is_file() else revision
@@ -209,6 +264,7 @@ def namespace_document(
     tp_lcm_size: int,
     heads: Sequence["PageHeads"] | None,
     group: int = 0,
+    started_ns: int | None = None,
 ) -> dict[str, object]:
     """All that must be equal for chunks of this KV cache group to be interchangeable; the session adds chunk bytes and
     the seed's fingerprint. `kv_caches` is what vLLM registered: [blocks, heads, tokens, content] per layer.
@@ -231,7 +287,7 @@ def namespace_document(
     document: dict[str, object] = {
         "engine": ENGINE_FAMILY,
         "hash_algorithm": cache.prefix_caching_hash_algo,
-        "model": _model(model, vllm_config.load_config),
+        "model": _model(model, vllm_config.load_config, parallel),
         "rope": _fields(model.hf_text_config, _ROPE_FIELDS),
         "window": {
             **_fields(model.hf_text_config, _WINDOW_FIELDS),
@@ -255,6 +311,9 @@ def namespace_document(
             "version": LAYOUT_FORMAT_VERSION,
             "tp_lcm_size": tp_lcm_size,
             "attention_backend": attention_backend,
+            # Which implementation of an operation computes what goes into the pages: they round differently, and on the
+            # CPU platform one of the rotary embedding is wrong. Final only once vLLM has chosen its compilation.
+            "custom_ops": sorted(set(vllm_config.compilation_config.custom_ops)),
             "canonical": _canonical_format(kv_cache_config, cache),
             "pages": pages,
             "page_of_layer": page_of_layer,
@@ -262,6 +321,15 @@ def namespace_document(
     }
     if states := _states(spec):
         document["states"] = states
+    settings = {
+        "by_length": _by_length(model),
+        "code": _code(model),
+        "multimodal": _multimodal(model),
+        "arithmetic": _arithmetic(vllm_config),
+    }
+    document |= {name: fields for name, fields in settings.items() if fields}  # so that a plain engine's stays short
+    if _weights_changed_since(vllm_config, process_started_ns() if started_ns is None else started_ns):
+        document["unshared"] = vllm_config.instance_id
     if heads is None:
         document["parallel"] = {
             "tensor": parallel.tensor_parallel_size,
@@ -287,9 +355,9 @@ def _states(spec: "KVCacheSpec") -> list[object]:
     return states
 
 
-def _model(model: "ModelConfig", load_config: Any) -> dict[str, object]:
-    if load_config.load_format == "dummy":
-        weights = "dummy"  # made from the configuration with a fixed seed
+def _model(model: "ModelConfig", load_config: Any, parallel: Any) -> dict[str, object]:
+    if load_config.load_format == "dummy":  # each rank draws its part of a tensor with the same fixed seed
+        weights = f"dummy:tp{parallel.tensor_parallel_size}pp{parallel.pipeline_parallel_size}"
     else:
         weights = weights_identity(model.model, model.revision, cache_dir=load_config.download_dir)
     return {
@@ -318,12 +386,100 @@ def _speculative(vllm_config: "VllmConfig") -> dict[str, object]:
     if speculative is None:
         return {}
     draft = speculative.draft_model_config
+    load_config = speculative.draft_load_config or vllm_config.load_config
     return {
         "method": str(speculative.method),
         "tokens": speculative.num_speculative_tokens,
         "kv_dtype": str(speculative.kv_cache_dtype or "model's"),
-        "model": {} if draft is None else _model(draft, speculative.draft_load_config or vllm_config.load_config),
+        "model": {} if draft is None else _model(draft, load_config, vllm_config.parallel_config),
     }
+
+
+def _weights_changed_since(vllm_config: "VllmConfig", started_ns: int) -> bool:
+    """Asked last, when all of them have been read: what the engine has in memory may be what lay there before."""
+    loaded = [(vllm_config.model_config, vllm_config.load_config)]
+    if (speculative := vllm_config.speculative_config) and speculative.draft_model_config is not None:
+        loaded.append((speculative.draft_model_config, speculative.draft_load_config or vllm_config.load_config))
+    for model, load in loaded:
+        if load.load_format != "dummy" and weights_changed(
+            model.model, model.revision, started_ns, cache_dir=load.download_dir
+        ):
+            logger.warning(
+                "kvstore: the weights of %s were changed after this process had begun, so it may have loaded others. "
+                "This engine shares its chunks with no other one, nor with its own next start; start it again to share "
+                "them, in a process that begins after the weights are there",
+                model.model,
+            )
+            return True
+    return False
+
+
+def _by_length(model: "ModelConfig") -> dict[str, object]:
+    """What vLLM computes otherwise, for every token, by the longest request that the engine takes (--max-model-len)."""
+    found: dict[str, object] = {}
+    for kind, short in _ropes(model.hf_text_config):
+        if kind in _LONGROPE_TYPES:
+            found["longrope"] = model.max_model_len > short if short else model.max_model_len
+    if str(getattr(model.hf_text_config, "model_type", "")).startswith("llama4"):
+        found["llama4_temperature"] = model.max_model_len > _LLAMA4_TUNED_ABOVE
+    return found
+
+
+def _ropes(text_config: Any) -> Iterator[tuple[str, int]]:
+    """Each kind of rotary embedding, one of a layer type's own included, and the length that it was trained for (0: not
+    known)."""
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    for each in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
+        kind = str(each.get("rope_type") or each.get("type") or "")
+        trained = [getattr(text_config, "original_max_position_embeddings", None)]
+        if kind not in _LONGROPE_TYPES:
+            trained.append(getattr(text_config, "max_position_embeddings", None))
+        yield kind, next(filter(None, [each.get("original_max_position_embeddings"), *trained]), 0)
+
+
+def rescales_by_batch(model: "ModelConfig") -> bool:
+    """Whether K depends on how long the other requests of a step are: Transformers' own rotary embeddings of these
+    kinds choose their frequencies by the largest position they are given."""
+    return model.using_transformers_backend() and any(
+        (kind in _LONGROPE_TYPES or "dynamic" in kind) and model.max_model_len > trained
+        for kind, trained in _ropes(model.hf_text_config)
+    )
+
+
+def _code(model: "ModelConfig") -> dict[str, object]:
+    """Whose code computes, where it is not vLLM's own for the model's architecture."""
+    found: dict[str, object] = {}
+    if model.model_class_overrides:
+        found["overrides"] = _plain(model.model_class_overrides, "model_class_overrides")
+    if model.trust_remote_code:
+        found["revision"] = model.code_revision or "model's"
+        found["files"] = _folder_digest(model.model, re.compile(r"\.py$"))
+    return found
+
+
+def _multimodal(model: "ModelConfig") -> dict[str, object]:
+    """What vLLM makes of an image, a video or a sound, which the hash in a block's key does not say."""
+    if model.multimodal_config is None:
+        return {}
+    return {
+        **_fields(model.multimodal_config, _MULTIMODAL_FIELDS),
+        "files": _folder_digest(model.model, re.compile(r"processor.*\.json$|^tekken\.json$")),
+    }
+
+
+def _folder_digest(model: str, names: re.Pattern[str]) -> str:
+    """Of those files of a local model folder; "" where the revision says it: a model of the hub."""
+    folder = Path(model)
+    if not folder.is_dir() or _HUB_SNAPSHOT.search(str(folder.absolute())):
+        return ""
+    return _weights_digest((path.name, path) for path in sorted(folder.iterdir()) if names.search(path.name))
+
+
+def _arithmetic(vllm_config: "VllmConfig") -> dict[str, object]:
+    found: dict[str, object] = {name: os.environ[name] for name in _ARITHMETIC_VARIABLES if name in os.environ}
+    if (indexer := vllm_config.attention_config.indexer_kv_dtype) != "auto":
+        found["indexer_kv_dtype"] = str(indexer)
+    return found
 
 
 def _pages(

@@ -2,8 +2,9 @@
 
 The engine's thread reads `current` and never waits: either there is an attachment or the store is left out. The
 background thread alone replaces it: it attaches, waits until the session is lost, takes the attachment away, lets the
-half end what still uses it, and tries again. `lock` orders the two where reading is not enough: whoever holds it knows
-that `current` stays what it is, and the thread holds it only to swap the reference, never during I/O.
+half end what still uses it, and tries again; where the daemon refused a message, later each time, for it may refuse
+the same again. `lock` orders the two where reading is not enough: whoever holds it knows that `current` stays what it
+is, and the thread holds it only to swap the reference, never during I/O.
 
 When the daemon dies, the session's watcher sets `_wake`. When this process dies, the kernel closes the session's
 socket and the daemon ends the group. Create a link in the process that uses it: threads do not survive a fork.
@@ -23,6 +24,7 @@ START_TIMEOUT_S = 2.0  # how long an engine's start may wait for a daemon that d
 ATTACH_TIMEOUT_S = 3.0
 BACKOFF_MIN_S = 0.05
 BACKOFF_MAX_S = 1.0
+REFUSED_PAUSE_S_MIN, REFUSED_PAUSE_S_MAX = 1.0, 60.0  # before attaching again to a daemon that refused a message
 RECONNECT_S_MAX = 5.0  # after a daemon's return: an attempt that asks the old one still, the pause after it, and some
 assert ATTACH_TIMEOUT_S + BACKOFF_MAX_S < RECONNECT_S_MAX
 CLOSE_TIMEOUT_S = ATTACH_TIMEOUT_S + 1.0
@@ -90,14 +92,28 @@ class Link(Generic[Attached]):
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def _keep(self) -> None:
-        backoff_s = BACKOFF_MIN_S
+        backoff_s, refused_pause_s = BACKOFF_MIN_S, REFUSED_PAUSE_S_MIN
         while not self._closing:
             if self._session is not None:
                 self._wake.wait()
                 self._wake.clear()
-                if self._session.lost and not self._closing:
+                if not self._session.lost or self._closing:
+                    continue
+                if (refusal := self._session.refusal) is None:
                     logger.warning("kvstore: lost the daemon at %s; serving without the store", self._endpoint)
                     self._shut()
+                    refused_pause_s = REFUSED_PAUSE_S_MIN
+                else:
+                    logger.error(
+                        "kvstore: the daemon at %s refused a message of this engine (%s); serving without the store, "
+                        "and attaching again in %.0f s. Its log may say more",
+                        self._endpoint,
+                        refusal,
+                        refused_pause_s,
+                    )
+                    self._shut()
+                    self._pause(refused_pause_s)
+                    refused_pause_s = min(2 * refused_pause_s, REFUSED_PAUSE_S_MAX)
                 continue
             try:
                 self._open(ATTACH_TIMEOUT_S)
@@ -113,10 +129,13 @@ class Link(Generic[Attached]):
                 logger.info("kvstore: attached to the daemon at %s", self._endpoint)
                 backoff_s, self._complaint = BACKOFF_MIN_S, ""
                 continue
-            self._wake.clear()
-            if not self._closing:
-                self._wake.wait(pause_s)
+            self._pause(pause_s)
         self._shut()
+
+    def _pause(self, pause_s: float) -> None:
+        self._wake.clear()
+        if not self._closing:
+            self._wake.wait(pause_s)
 
     def _open(self, timeout_s: float) -> None:
         session = self._attach(self._endpoint, self._attachment, timeout_s=timeout_s, on_lost=self._wake.set)
@@ -138,9 +157,11 @@ class Link(Generic[Attached]):
                 self._on_detached(current)
         except Exception:  # a border, as above; the session must be closed all the same
             logger.exception("kvstore: ending the use of a lost daemon's memory failed")
-        finally:
+        try:
             if session is not None:
                 session.close()
+        except Exception:  # a border: without this thread the engine would never find the next daemon
+            logger.exception("kvstore: a lost daemon's memory stays mapped until this process ends")
 
     def _complain(self, complaint: str) -> None:
         if complaint != self._complaint:

@@ -38,6 +38,9 @@ from connector.worker import WorkerHalf
 
 logger = logging.getLogger("vllm.connector.plugin")
 
+WINDOWS_FROM_THE_PROMPT = {"UnlimitedOCRForCausalLM"}
+"""Architectures whose windows are of generated tokens only, so that a token's KV depends on where the prompt ended."""
+
 OFFLOADING_SCHEDULER_LOG = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 
 
@@ -171,13 +174,13 @@ class KVStoreConnector(OffloadingConnector):
         return super().get_kv_connector_stats()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler_half.finishing(request.request_id)
+        self._scheduler_half.finishing(request.request_id, request.num_computed_tokens)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler_half.finishing(request.request_id)
+        self._scheduler_half.finishing(request.request_id, request.num_computed_tokens)
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:
@@ -226,6 +229,8 @@ def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             f"this engine has sleep_mode_backend={backend!r}: start it without --enable-sleep-mode, or without "
             "--kv-transfer-config"
         )
+    _require_keys_of_content(vllm_config)
+    _require_reuse(vllm_config, kv_cache_config)
     for group in kv_cache_config.kv_cache_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
             if not isinstance(spec, AttentionSpec) and not _is_served_state(spec):
@@ -236,6 +241,49 @@ def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
                     "the engine with --enable-prefix-caching and without speculative decoding, or without "
                     "--kv-transfer-config"
                 )
+
+
+def _require_keys_of_content(vllm_config: VllmConfig) -> None:
+    """ValueError for an engine whose keys do not say which image, video or audio a prompt holds."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if (
+        multimodal is not None
+        and multimodal.mm_processor_cache_gb == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    ):
+        raise ValueError(
+            "KVStoreConnector needs keys that are made of the content of images, videos and audio, and with both "
+            "--mm-processor-cache-gb 0 and --no-enable-prefix-caching vLLM only numbers them, so that one engine's "
+            "first image would be taken for another's: leave one of the two out, or start the engine without "
+            "--kv-transfer-config"
+        )
+
+
+def _require_reuse(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """ValueError for a model whose KV cache is of no use to another request, even where the tokens are the same. vLLM
+    turns its own prefix caching off for it, but still asks a connector."""
+    model = vllm_config.model_config
+    if model.pooler_config is not None and not model.is_prefix_caching_supported:
+        reason = "pools over all tokens of a prompt, also those that would not be computed again"
+    elif any(
+        getattr(spec, "non_causal", False)
+        for group in kv_cache_config.kv_cache_groups
+        for spec in iter_layer_specs(group.kv_cache_spec)
+    ):
+        reason = "lets a prompt's tokens see those behind them"
+    elif WINDOWS_FROM_THE_PROMPT.intersection(model.architectures):
+        reason = "treats generated tokens otherwise than those of a prompt"
+    elif identity.rescales_by_batch(model):
+        reason = (
+            "takes its rotary frequencies from the longest request of each step (vLLM's Transformers backend, where "
+            f"--max-model-len, here {model.max_model_len}, is beyond the length that the model was trained for)"
+        )
+    else:
+        return
+    raise ValueError(
+        f"KVStoreConnector cannot serve this model, whose KV cache is of no use to other requests: it {reason}. Start "
+        "the engine without --kv-transfer-config"
+    )
 
 
 def _is_served_state(spec: KVCacheSpec) -> bool:

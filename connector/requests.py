@@ -30,6 +30,20 @@ class Attached:
     steps: Steps
 
 
+class Streams:
+    """Makes the message stream of each new session, and has it give back what a refused one before it still held."""
+
+    def __init__(self) -> None:
+        self._last: Steps | None = None
+
+    def attached(self, session: Session) -> Attached:
+        steps = Steps(session)
+        if self._last is not None:
+            self._last.hand_over(steps)
+        self._last = steps
+        return Attached(session, steps)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindGeometry:
     """How one KV cache group of an engine cuts requests into chunks."""
@@ -169,6 +183,7 @@ class RequestRecord:
     rows: Sequence[Row]  # by kind
     adapter: bytes = b""  # digest of its LoRA adapter
     finished: bool = False
+    storable_tokens: int | None = None  # of a request that has ended; what lies behind is not computed, or another's
     load: LoadVerdict | None = None  # of the hit as it was last
     store: StoreVerdict | None = None  # of all its chunks, from the first offer on
     tiers: TierFilter | None = None  # that the request may load from; None: not known yet

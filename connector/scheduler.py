@@ -1,9 +1,9 @@
 """The scheduler half: vLLM's OffloadingManager over the shared table and one daemon's message stream.
 
 One thread, the engine's scheduler, calls everything here and in the files it is made of: `requests` (what is known of
-each), `loads`, `stores`, `grants` (slots asked for ahead) and `jobs` (slots in use). Only `Link.current` and the fields
-of `Steps` change beside it. Nothing waits: a lookup reads the shared table, everything else is queued on `Steps`, whose
-sender thread makes one message a step of it.
+each), `loads`, `retries` (of loads that failed), `stores`, `grants` (slots asked for ahead) and `jobs` (slots in use).
+Only `Link.current` and the fields of `Steps` change beside it. Nothing waits: a lookup reads the shared table,
+everything else is queued on `Steps`, whose sender thread makes one message a step of it.
 """
 
 import itertools
@@ -32,6 +32,7 @@ from connector.loads import Loads
 from connector.messages import ChunkSpec
 from connector.metrics import Counts
 from connector.requests import Attached, Geometry, RequestRecord, Row, Rules
+from connector.retries import Retries
 from connector.stores import Stores
 from kvstore.admission import Admission
 from kvstore.limits import HEARTBEAT_STALE_MS
@@ -85,6 +86,9 @@ class SchedulerHalf(OffloadingManager):
         self._grants = Grants(geometry, self.jobs.running, clock)
         self._loads = Loads(geometry, rules, admission, self._grants, self.jobs.loading, clock)
         self._stores = Stores(geometry, rules, admission, self._grants, self.jobs, self._counts, clock)
+        self._retries = Retries(clock)
+        # Else a request keeps its blocks, and goes on from the first one that a failed load left wrong.
+        self._keeps_valid_prefix = len(geometry.kinds) == 1 and geometry.kinds[0].is_chain
         self._keeps_states = any(kind.offered_once for kind in geometry.kinds)
         self._reset = False  # the cache was reset once: namespaces of before are out of reach for good
         self._retired: set[bytes] = set()
@@ -154,11 +158,11 @@ class SchedulerHalf(OffloadingManager):
         # a prefix that is hot there, and what mends holes.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
-    def finishing(self, req_id: str) -> None:
-        """The request has ended; one last offer to store may follow."""
+    def finishing(self, req_id: str, computed_tokens: int) -> None:
+        """The request has ended; one last offer to store may follow. `computed_tokens`: 0 when it was preempted."""
         record = self._records.get(req_id)
         if record is not None:
-            record.finished = True
+            record.finished, record.storable_tokens = True, computed_tokens
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         record = req_context.get_state(RequestRecord)
@@ -170,6 +174,7 @@ class SchedulerHalf(OffloadingManager):
         for row in record.rows:
             self._grants.expect(row, 0)
         self._loads.promotion_over(record)
+        self._retries.over(record.req_id)
         self._admission.finished(record.req_id)
         if self._records.get(record.req_id) is record:
             del self._records[record.req_id]
@@ -185,6 +190,8 @@ class SchedulerHalf(OffloadingManager):
             record.computed_tokens = computed_tokens
             for row in record.rows:
                 row.lookup_from = computed_tokens // row.geometry.tokens_per_chunk
+            if record.barred and not self._keeps_valid_prefix:
+                self._retries.asked(req_id)
 
     def awaits_state_slots(self, req_id: str) -> bool:
         """Whether the request should not begin yet: vLLM offers a state once, in the step that computes it, and the
@@ -250,6 +257,7 @@ class SchedulerHalf(OffloadingManager):
             if not self._rules.stores:  # else every chunk is offered to `prepare_store`, which touches it
                 self._stores.touch_loaded(found.attached, record, row, [get_offload_block_hash(key) for key in own])
         job = self.jobs.prepare(found.attached, record, list(keys), places, is_store=False)
+        self._retries.over(record.req_id)
         self._loads.promotion_over(record)
         if record.load is not None:
             job.load, record.load = record.load, None  # whatever is asked after this is asked anew
@@ -266,6 +274,7 @@ class SchedulerHalf(OffloadingManager):
     def step_began(self, scheduled: Scheduled) -> None:
         """`schedule` has ended with this output."""
         self._admission.queue.step_began(scheduled)
+        self._retries.step_began(scheduled)
 
     def step_ended(self) -> None:
         """The output of the oldest step under way has been taken in."""
@@ -282,7 +291,9 @@ class SchedulerHalf(OffloadingManager):
                 chunk_bytes = self._geometry.chain_bytes(attached)
                 self._admission.read(chunks=chunks, chunk_bytes=chunk_bytes, seconds=seconds)
             self._grants.fetch(attached, self._records.values())
-            attached.steps.flush()
+        current = self._link.current
+        if current is not None:  # what is queued goes out also where the group is refused, or lacks a worker
+            current.steps.flush()
 
     def _exchange_learned(self, attached: Attached) -> None:
         """What other engines like this one learned comes from the daemon, and goes back there for the next one."""
@@ -333,11 +344,7 @@ class SchedulerHalf(OffloadingManager):
         attached = self._link.current
         if attached is None or self._shut_out:
             return None
-        if attached.steps.broken:
-            if not attached.session.lost:  # else the link says so
-                self._say(
-                    "kvstore: the daemon refused this engine's messages; serving without the store", logging.ERROR
-                )
+        if attached.steps.broken:  # the link says why, and attaches again
             return None
         if attached is not self._introduced:
             self._introduced = attached

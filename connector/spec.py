@@ -38,7 +38,7 @@ from connector.layout import ChunkLayout
 from connector.link import Link
 from connector.pages import rank_pages
 from connector.priors import engine_priors, learning, node_profile
-from connector.requests import Attached, Geometry, KindGeometry, Rules
+from connector.requests import Geometry, KindGeometry, Rules, Streams
 from connector.scheduler import Probe, SchedulerHalf
 from connector.selfcheck import MEMORY_BYTES, check_device
 from connector.stages import document_of_all_stages, gather_from_all_ranks, page_bytes_of_ranks
@@ -47,7 +47,6 @@ from connector.worker import WorkerHalf
 from kvstore._native import DeviceCopier
 from kvstore.admission import Admission
 from kvstore.session import Attachment, Kind, Role, Session
-from kvstore.steps import Steps
 
 logger = logging.getLogger("vllm.connector.spec")
 
@@ -119,7 +118,7 @@ class KVStoreSpec(OffloadingSpec):
                 group=engine.group,
                 world_size=self.config.parallel.world_size,
             ),
-            on_attached=lambda session: Attached(session, Steps(session)),
+            on_attached=Streams().attached,
             on_detached=lambda attached: attached.steps.close(),
         )
         link.start()

@@ -120,6 +120,10 @@ class Stores:
     ) -> list[tuple[Row, list[Offer]]]:
         """By row: which chunk of it each key is. vLLM lists them kind after kind, each in order."""
         ends = compat.end_tokens(keys, req_context, record.hashes, self._geometry.tokens_per_hash)
+        if record.storable_tokens is not None:
+            # vLLM offers what ended as if all of it had been computed and its blocks were still its own. Not so where
+            # a step that was under way ended a request that had been preempted, or an error ended its prefill.
+            ends = {key: end for key, end in ends.items() if end <= record.storable_tokens}
         offered: list[tuple[Row, list[Offer]]] = []
         for kind, own in itertools.groupby((key for key in keys if key in ends), self._geometry.kind_of):
             row = record.rows[kind]

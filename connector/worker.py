@@ -25,8 +25,11 @@ from vllm.v1.kv_offload.base import (
 from connector.link import Link
 from connector.messages import ChunkSpec
 from connector.transfer import KindBlocks, Mapped, Transfer
+from kvstore.logs import LineLimit
 
 logger = logging.getLogger("vllm.connector.worker")
+line_limit = LineLimit()  # a fault may be every job's
+logger.addFilter(line_limit)
 
 WAIT_REPORT_S = 5.0
 

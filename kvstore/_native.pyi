@@ -81,7 +81,8 @@ def interleave(address: int, nbytes: int, nodes: Sequence[int]) -> bool:
 def fill(address: int, nbytes: int, value: int) -> None: ...
 
 class Table:
-    """One process's read-only map of the daemon's table. Safe from many threads.
+    """One process's read-only map of the daemon's table. Safe from many threads, `close` included: of a closed table
+    every lookup is a miss, no slot is current, and the heartbeat's age is infinite. Copiers refuse it (ValueError).
 
     ValueError when the memory is not a table of this version, or `index_key` is not 16 bytes.
     """
@@ -111,7 +112,8 @@ class Table:
     def current(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> bytes:
         """Per slot: 1 when the slot still has that generation, else 0. Call it after the copy (acquire fence first)."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Unmaps, once the reads that other threads have begun are over."""
 
 class Arena:
     """A map of the arena, MADV_DONTFORK. Daemon and attached processes use the same class."""

@@ -45,6 +45,8 @@ def selection(
         raise ConfigurationError(
             "--tenant is empty, which no salt is; `kvstore ls tenants` shows the unsalted tenant's id"
         )
+    if tier == "":  # a script's variable that is not set must not become every tier
+        raise ConfigurationError(f"--tier is empty; leave it out, or say {ALL_TIERS}, for every tier")
     what = admin_pb2.Selection(tier="" if tier in (None, ALL_TIERS) else tier)
     if namespace is not None:
         what.namespace_id = _id("namespace", "namespaces", namespace)
@@ -334,6 +336,9 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
         "eviction_policy": reply.eviction_policy,
         "poison_commits": reply.poison_commits,
         "problems": list(reply.problems),
+        "config": {
+            setting.name: {"value": json.loads(setting.value), "source": setting.source} for setting in reply.config
+        },
         "decisions": [
             {
                 "kind": count.kind,
@@ -378,7 +383,7 @@ def _attached(
         try:
             yield admin_pb2_grpc.AdminStub(session.channel), session.metadata
         except grpc.RpcError as error:
-            raise error_of(error) from None
+            raise error_of(error, endpoint) from None
 
 
 def _id(what: str, listed_by: str, text: str) -> bytes:

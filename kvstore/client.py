@@ -161,6 +161,10 @@ class StoreClient:
         `timeout_s` bounds every wait for the daemon. Unavailable, SeedMismatch, NamespaceMismatch, LimitExceeded,
         ConfigurationError.
         """
+        if hash_seed is not None and not isinstance(hash_seed, str):
+            raise ConfigurationError(
+                f"hash_seed is {hash_seed!r}; it is a text, as PYTHONHASHSEED is: {str(hash_seed)!r}"
+            )
         attachment = Attachment(
             role=Role.CLIENT,
             hash_seed=os.environ.get("PYTHONHASHSEED", "") if hash_seed is None else hash_seed,
@@ -496,14 +500,19 @@ class _Connection:
         self._steps.flush()
 
     def _promote(self, tenant: bytes, keys: list[bytes], deadline_s: float) -> None:
-        """Ask for them, and wait until none is on its way any more. Unavailable: the daemon does not answer."""
+        """Ask for them, and wait until none is on its way any more, or the caller's time is over. Unavailable: the
+        daemon does not answer within the client's time-out."""
         if self._table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return  # nobody would read them
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return
         self._steps.promote(tenant, keys)
-        self._steps.settle(max(left_s, self._timeout_s))
+        try:
+            self._steps.settle(min(left_s, self._timeout_s))
+        except Unavailable:
+            if time.monotonic() < deadline_s:
+                raise
         while time.monotonic() < deadline_s and not self.lost:
             codes, _, _ = self.find(tenant, keys)
             if _native.PENDING not in codes:

@@ -13,8 +13,8 @@ import stat
 import tempfile
 import tomllib
 import urllib.parse
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ METRICS_LISTEN_DEFAULT = "127.0.0.1:9765"
 EVICTION_POLICIES = ("adaptive", "lru", "probation")  # names of the native core's
 EVICTION_POLICY_DEFAULT = "adaptive"  # docs/decisions/010-eviction-policy.md
 
-_DURATIONS_MS = {"ms": 1, "": 1_000, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_DURATIONS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate(("k", "M", "G", "T"), start=1)
@@ -83,6 +83,7 @@ class ServeConfig:
     metrics_listen: ListenAddress | None  # None: off
     allow_uids: frozenset[int]
     socket_mode: int  # 0o600 or 0o660
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)  # setting -> flag, variable or file
 
     @property
     def grpc_path(self) -> Path:
@@ -95,6 +96,15 @@ class ServeConfig:
     @property
     def endpoint(self) -> str:
         return f"unix://{self.grpc_path}"
+
+    def settings(self) -> Iterator[tuple[str, object, str]]:
+        """Name, effective value as JSON has it, and what set it ("": nobody did). Not the hash seed: keys follow from
+        it."""
+        for name in _SETTINGS:
+            if name == "hash_seed":
+                continue
+            value = getattr(self, "allow_uids" if name == "allow_uid" else name)
+            yield name, _as_json(name, value), self.sources.get(name, "")
 
 
 def serve_config(
@@ -116,7 +126,8 @@ def serve_config(
             values[name] = parse(value)
         except ValueError as error:
             raise ConfigurationError(f"{source}: {error}") from None
-    return _checked(values, environment)
+    sources = {name: source for name, (source, _) in given.items()}
+    return replace(_checked(values, environment), sources=sources)
 
 
 def parse_bytes(value: object) -> int:
@@ -135,7 +146,7 @@ def parse_bytes(value: object) -> int:
 
 
 def parse_duration_ms(value: str) -> int:
-    """`90s`, `15m`, `1h`, `2d`, `500ms`; a plain number is seconds. ValueError."""
+    """`90s`, `15m`, `1h`, `2d`, `500ms`. ValueError; also for a number without a unit, which may be meant as days."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value)
     if match is None or match[2] not in _DURATIONS_MS:
         raise ValueError(f"{value!r} is not a time; write for example 90s, 15m, 1h or 2d")
@@ -238,6 +249,21 @@ def _write_policy(value: object) -> WritePolicy:
     if not isinstance(value, str) or value not in set(WritePolicy):
         raise ValueError(f"{value!r} is no write policy; the policies are {', '.join(WritePolicy)}")
     return WritePolicy(value)
+
+
+def _as_json(name: str, value: object) -> object:
+    match value:
+        case ListenAddress(host, port):
+            return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        case None if name == "metrics_listen":
+            return "off"
+        case frozenset():
+            return sorted(value)
+        case Path():
+            return str(value)
+        case int() if name == "socket_mode":
+            return f"{value:04o}"
+    return value
 
 
 def _threads(value: object) -> int:

@@ -6,12 +6,12 @@ the oldest goes first, and dies with the daemon. Nothing in the store depends on
 
 import bisect
 import itertools
-import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.decisions import REFUSED_PREFIX_BYTES
+from kvstore.limits import DECISION_BYTES_MAX
 from kvstore.rpc.v1 import admin_pb2, store_pb2
 from kvstore.tiers.base import ChunkId, Scope
 
@@ -21,6 +21,7 @@ EVICTIONS_KEPT = 4_096
 REMOVALS_KEPT = 64
 REASONS_MAX = 64  # an engine may send any text
 TIERS_MAX = 8
+SECONDS_MAX = 1e9  # of one decision; the sums of them stay finite
 EXPLAINED_MAX = 64  # decisions, or fates, in one answer
 EVENTS_MAX = 8  # in one fate, the newest
 KEYS_LOOKED_AT_MAX = 1_024  # of events that concern keys which begin alike, the newest
@@ -132,7 +133,10 @@ class Explanations:
     _balances: dict[str, _Balance] = field(default_factory=dict)
 
     def told(self, group: str, namespace: bytes, decision: store_pb2.Decision, now_ms: int, *, sick: str = "") -> None:
-        """A group's decision: a new one, or with what came of it. `sick`: why the fs tier is not read now."""
+        """A group's decision: a new one, or with what came of it. One that is too large is not remembered. `sick`: why
+        the fs tier is not read now."""
+        if decision.ByteSize() > DECISION_BYTES_MAX:
+            return
         before = self._kept.get((group, decision.number))
         if before is not None:
             if decision.first_token_s and not before.decision.first_token_s:
@@ -190,7 +194,7 @@ class Explanations:
     def _balance(self, decision: store_pb2.Decision) -> None:
         predicted = [each.seconds for each in decision.alternatives]
         times = (decision.first_token_s, decision.load_s, decision.saved_s, *predicted)
-        if not decision.load_s or not all(0 <= seconds < math.inf for seconds in times):
+        if not decision.load_s or not all(0 <= seconds < SECONDS_MAX for seconds in times):
             return
         if decision.tier not in self._balances and len(self._balances) >= TIERS_MAX:
             return

@@ -7,7 +7,7 @@ output; outputs come in the order of the steps. No vLLM import; one thread, the 
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstore.calibration import PREFILL_TOKENS_MIN, RecomputeCalibration, Step
@@ -35,6 +35,7 @@ class Scheduled(Protocol):
     scheduled_cached_reqs: _CachedRequests
     num_scheduled_tokens: Mapping[str, int]
     preempted_req_ids: Iterable[str] | None
+    finished_req_ids: Collection[str]  # since the last one
 
 
 class _Open(NamedTuple):
@@ -119,6 +120,8 @@ class EngineQueue:
                 decodes += 1
                 context += computed + count
         for request in scheduled.preempted_req_ids or ():
+            if request in scheduled.finished_req_ids:
+                continue  # preempted by a reset and aborted before this step: `ended` has been told
             _, prompt = self._prefilling.pop(request, (0, 0))
             self._waiting[request] = prompt
         if tokens:

@@ -5,7 +5,7 @@ millisecond at the most; the loop turns in between.
 """
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 from kvstore import limits
@@ -24,15 +24,23 @@ from kvstore.tiers.cpu import CpuTier
 
 class Operations:
     def __init__(
-        self, store: Store, tier: CpuTier, movement: Movement | None = None, *, started_ms: int, verify: bool = False
+        self,
+        store: Store,
+        tier: CpuTier,
+        movement: Movement | None = None,
+        *,
+        started_ms: int,
+        verify: bool = False,
+        config: Iterable[admin_pb2.Setting] = (),
     ) -> None:
-        """`movement` None: there is no fs tier. `verify`: broken invariants are figures too."""
+        """`movement` None: there is no fs tier. `verify`: broken invariants are figures too. `config`: to be shown."""
         self._store = store
         self._tier = tier
         self._index = tier.index
         self._movement = movement
         self._started_ms = started_ms
         self._verify = verify
+        self._config = tuple(config)
         self._unsalted = tenant_id(store.tenant_key, None)
         self.quotas = Quotas(tier.index, None if movement is None else movement.fs)
         self._ordered = True
@@ -82,6 +90,7 @@ class Operations:
             problems=self._store.problems() if self._verify else (),
             decisions=self._store.explanations.counts(),
             balances=self._store.explanations.balances(),
+            config=self._config,
         )
 
     def _fs_stats(self, movement: Movement) -> admin_pb2.TierStats:

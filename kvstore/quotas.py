@@ -4,15 +4,19 @@ Concurrency: the event loop's thread. Nothing here is kept over a restart; `kept
 and `load` reads it again.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 
 from kvstore import limits
 from kvstore._native import Index
+from kvstore.config import BYTES_MAX
 from kvstore.errors import LimitExceeded
 from kvstore.tenant import TENANT_ID_BYTES
 from kvstore.tiers.fs import FsTier
 
 CPU_TIER = "cpu"
+
+_log = logging.getLogger(__name__)
 
 
 class Quotas:
@@ -59,5 +63,10 @@ class Quotas:
             except ValueError:
                 continue
             for tier, nbytes in by_tier.items():
-                if len(tenant) == TENANT_ID_BYTES and tier in tiers and nbytes >= 0:
+                if len(tenant) != TENANT_ID_BYTES or tier not in tiers or not 0 <= nbytes <= BYTES_MAX:
+                    continue
+                try:
                     self.set(tenant, tier, nbytes)
+                except LimitExceeded as error:
+                    _log.error("%s: the other quotas that were kept do not hold", error)
+                    return

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import gc
+import json
 import logging
 import os
 import resource
@@ -27,6 +28,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator
+from itertools import starmap
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
@@ -97,6 +99,7 @@ class StartFailed(Exception):
 
 def serve(config: ServeConfig, *, verify: bool = False) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit code; what went wrong is in the log."""
+    _log.info("settings: %s", ", ".join(starmap(_shown, config.settings())))
     _raise_descriptor_limit()
     _keep_pauses_short()
     try:
@@ -171,7 +174,9 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
         keep_document=None if movement is None else lambda text: small_files.begin(_keep_namespace(movement.fs, text)),
         last_uses=last_uses,
     )
-    operations = Operations(store, tier, movement, started_ms=clock_ms(), verify=verify)
+    operations = Operations(
+        store, tier, movement, started_ms=clock_ms(), verify=verify, config=starmap(_setting, config.settings())
+    )
     if directory is not None:
         operations.quotas.load(directory.quotas())
         store.remember_learned(directory.learned())
@@ -217,6 +222,14 @@ async def _serve(config: ServeConfig, group: int | None, directory: FsDirectory 
         for path in (config.grpc_path, config.arena_path):
             if path.is_socket():
                 path.unlink()
+
+
+def _setting(name: str, value: object, source: str) -> admin_pb2.Setting:
+    return admin_pb2.Setting(name=name, value=json.dumps(value), source=source)
+
+
+def _shown(name: str, value: object, source: str) -> str:
+    return f"{name}={json.dumps(value)}" + (f" ({source})" if source else "")
 
 
 def _in_background(store: Store, operations: Operations, arena_socket: ArenaSocket) -> list[asyncio.Task[None]]:
@@ -404,7 +417,8 @@ def _start_metrics(config: ServeConfig, snapshot: Callable[[], admin_pb2.StatsRe
             f"--metrics-listen {listen.host}:{listen.port} cannot be opened ({error.strerror}); name another "
             "HOST:PORT, or off"
         ) from None
-    _log.info("metrics at http://%s:%d/metrics", listen.host, server.server_port)
+    host = f"[{listen.host}]" if ":" in listen.host else listen.host
+    _log.info("metrics at http://%s:%d/metrics", host, server.server_port)
     assert isinstance(server, WSGIServer)
     return server
 

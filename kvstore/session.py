@@ -2,7 +2,7 @@
 
 Concurrency: a session may be used from many threads. One watcher thread per session waits on arena.sock, where the
 daemon never says anything after the memory, and finds out there that the daemon has gone. `_lock` guards `_closed`,
-`_lost` and the callbacks; callbacks run on the watcher's thread, outside the lock.
+`_lost` and the callbacks; callbacks run on the watcher's thread, or on that of `give_up`, outside the lock.
 
 Nothing here starts a thread or a channel at import. A session belongs to the process that attached it: a forked child
 closes its copy of the socket (or the daemon would never see the parent hang up) and is refused when it uses the
@@ -114,6 +114,7 @@ class Session:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._lost = False
+        self.refusal: KVStoreError | None = None  # why the daemon takes no more messages of this session
         self._closed = False
         self._when_lost: list[Callable[[], None]] = []
         self._before_unmap: list[Callable[[], None]] = []
@@ -162,11 +163,16 @@ class Session:
                     sock.settimeout(_left_s(deadline_s))
                     memory, table, arena = _map(sock, undo)
             except grpc.RpcError as error:
-                raise error_of(error) from None
+                raise error_of(error, endpoint) from None
             except PermissionError as error:
                 raise NotAllowed(
                     f"{arena_path} does not open for uid {os.geteuid()} ({error.strerror}); run as the daemon's user, "
                     "or start the daemon with --allow-uid"
+                ) from None
+            except TimeoutError:
+                raise Unavailable(
+                    f"the daemon at {endpoint} did not answer within {timeout_s:g} s: it is stopped, or hangs; see its "
+                    "log"
                 ) from None
             except OSError as error:
                 raise Unavailable(
@@ -204,8 +210,13 @@ class Session:
 
     @property
     def lost(self) -> bool:
-        """The daemon has gone."""
+        """The daemon has gone, or takes no more messages (`refusal`)."""
         return self._lost
+
+    def give_up(self, refusal: KVStoreError) -> None:
+        """The daemon refused what this process said: whoever keeps it attached is to close this, and attach again."""
+        self.refusal = refusal
+        self._lose()
 
     def tenant_id(self, salt: str | None) -> bytes:
         """16 bytes. ValueError for an empty salt."""
@@ -268,6 +279,9 @@ class Session:
         events = poll.poll()
         if all(fd == self._wake_receive for fd, _ in events):
             return
+        self._lose()
+
+    def _lose(self) -> None:
         with self._lock:
             self._lost = True
             callbacks, self._when_lost = self._when_lost, []

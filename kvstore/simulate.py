@@ -35,6 +35,8 @@ FS_POLICY = "lru"
 CHUNKS_MAX = 1 << 28  # per tier: the index takes some 300 bytes for each
 REQUESTS_PER_CALL = 1_000  # an interrupt is heard in between
 _BLOCK_TOKENS = tuple(1 << power for power in range(17))
+_TIMESTAMP_MS_MAX = 1e15  # some 30,000 years
+_TOKENS_MAX = 1 << 40
 _BLOCKS_OFF_BY_MORE_THAN_ONE = 0.1  # of the requests, beyond which the block size is not to be told
 
 
@@ -373,8 +375,8 @@ def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
                     continue
                 try:
                     request = json.loads(line)
-                    timestamps.append(float(request["timestamp"]))
-                    tokens.append(int(request["input_length"]))
+                    timestamps.append(_within(-_TIMESTAMP_MS_MAX, float(request["timestamp"]), _TIMESTAMP_MS_MAX))
+                    tokens.append(int(_within(0, int(request["input_length"]), _TOKENS_MAX)))
                     chains.append(np.array(request["hash_ids"], np.uint64))
                 except (ValueError, TypeError, KeyError, OverflowError) as error:
                     raise ConfigurationError(
@@ -392,6 +394,13 @@ def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
             "--tokens-per-block"
         )
     return _trace(np.array(timestamps), np.array(tokens, np.int64), chains, block)
+
+
+def _within(least: float, value: float, most: float) -> float:
+    """ValueError, for what is not a number too."""
+    if not least <= value <= most:
+        raise ValueError(f"{value!r} is not within {least:g} to {most:g}")
+    return value
 
 
 def _counted(values: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -6,8 +6,10 @@ Everything below is guarded by `_lock`; the callback `on_group` runs on the rece
 
 Order: messages are numbered, answered in order, and applied by the daemon once each. When the stream breaks while the
 session lives, the unanswered ones are sent again under their numbers, so a commit is neither lost nor done twice. When
-the daemon dies the session says so: `broken` is True, everything queued is dropped, and nobody waits any more. When
-this process dies, the daemon takes its grants back once the process has ended.
+the daemon dies the session says so: `broken` is True, everything queued is dropped, and nobody waits any more. So it is
+when the daemon refuses a message; but then it lives, and the slots that this stream held are the group's until the next
+session's stream aborts them (`hand_over`). When this process dies, the daemon takes its grants back once the process
+has ended.
 
 Bounds: at most QUEUED_OPERATIONS_MAX operations are queued; then touches are dropped first, and commits become aborts.
 Of decisions the newest DECISIONS_QUEUED_MAX wait to be sent; the daemon only remembers them for a person to ask.
@@ -16,6 +18,7 @@ held, and by what one call takes.
 """
 
 import enum
+import itertools
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -146,7 +149,7 @@ class Steps:
         self._renew_at_s = time.monotonic() + RENEW_LEASES_S
         self._grants: dict[int, deque[Ref]] = defaultdict(deque)
         self._grants_used_s = time.monotonic()
-        self._keeping_grants = False
+        self._grants_kept: Sequence[int] = ()  # by kind
         self._grants_coming: Counter[int] = Counter()
         self._grants_short: dict[int, Outcome] = {}
 
@@ -161,6 +164,8 @@ class Steps:
         self._call: grpc.Call | None = None
         self._closing = False
         self._failure: KVStoreError | None = None
+        self._left: list[Ref] = []  # after a refusal: granted, and nobody writes to them any more
+        self._successor: Steps | None = None
         self.group = session.group_state
 
         self._receiver = threading.Thread(target=self._receive, name="kvstore-steps", daemon=True)
@@ -181,16 +186,15 @@ class Steps:
         with self._lock:
             return self._take(count, kind)
 
-    def keep_grants(self, *, keep: bool) -> None:
-        """While a caller still expects to store, its grants are not given back for idleness: one step of an engine that
-        reads a long prompt lasts longer than that. Called by one thread, and by that in every step: hence no lock where
-        nothing changes."""
-        if keep is self._keeping_grants:
+    def keep_grants(self, counts: Sequence[int]) -> None:
+        """So many of each kind a caller still expects to use. Only what is beyond that is given back for idleness: one
+        step of an engine that reads a long prompt lasts longer. Called by one thread, and by that in every step: hence
+        no lock where nothing changes."""
+        if counts == self._grants_kept:
             return
         with self._lock:
-            self._keeping_grants = keep
+            self._grants_kept = counts
             self._grants_used_s = time.monotonic()
-            self._to_send.notify_all()
 
     def return_grants(self) -> None:
         """Give back those that arrived and were not taken."""
@@ -226,6 +230,7 @@ class Steps:
             self._tickets += 1
             self._grants_used_s = time.monotonic()
             if not self._accepting():
+                self._leave([(slot, generation)])
                 return self._tickets
             if self._operations >= QUEUED_OPERATIONS_MAX:
                 self._drop_touches()
@@ -264,6 +269,18 @@ class Steps:
         with self._lock:
             if self._accepting():
                 self._abort((slot, generation))
+            else:
+                self._leave([(slot, generation)])
+
+    def hand_over(self, successor: "Steps") -> None:
+        """The daemon has refused this stream; `successor` is of a new session of the same group. What this one holds,
+        now and whenever a copy that still runs has ended, that one gives back. Of another daemon: nothing."""
+        if successor._session.instance_id != self._session.instance_id:
+            return
+        with self._lock:
+            self._successor = successor
+            left, self._left = self._left, []
+            self._leave(left)
 
     def lease(self, slot: int, generation: int) -> None:
         """Ask that the chunk stay put. Renewed until as many `release` calls as `lease` calls came."""
@@ -402,13 +419,14 @@ class Steps:
 
     @property
     def unsent(self) -> bool:
-        """Anything queued and not yet handed to gRPC. False when broken: nothing of it will ever be sent."""
+        """Anything queued that only a `flush` will send. What was flushed the sender sends by itself, if only when the
+        daemon answers again. False when broken: nothing of it will ever be sent."""
         with self._lock:
-            return self._accepting() and self._anything_queued()
+            return self._accepting() and self._anything_queued() and not self._flushing
 
     @property
     def broken(self) -> bool:
-        """The daemon that granted all this has gone."""
+        """The daemon that granted all this has gone, or refused a message."""
         return self._failure is not None
 
     # -- for the client: these wait ----------------------------------------------------------------------------------
@@ -541,6 +559,15 @@ class Steps:
         self._aborts.append(ref)
         self._operations += 1
 
+    def _leave(self, refs: Iterable[Ref]) -> None:
+        """Slots that this stream can not give back any more."""
+        if self._successor is not None:
+            for ref in refs:
+                self._successor.abort(*ref)
+            self._successor.flush()
+        elif self._failure is not None and not isinstance(self._failure, Unavailable):
+            self._left += refs
+
     def _queue_lease(self, ref: Ref) -> None:
         if ref not in self._leases:
             self._leases[ref] = None
@@ -550,11 +577,14 @@ class Steps:
         self._operations -= sum(len(chain.keys) for chain in self._touches)
         self._touches.clear()
 
-    def _return_grants(self) -> None:
-        for free in self._grants.values():
-            for ref in free:
-                self._abort(ref)
-            free.clear()
+    def _return_grants(self, kept: Sequence[int] = ()) -> None:
+        """All but so many of each kind."""
+        for kind, free in self._grants.items():
+            for _ in range(self._beyond(kind, kept)):
+                self._abort(free.popleft())
+
+    def _beyond(self, kind: int, kept: Sequence[int]) -> int:
+        return len(self._grants[kind]) - (kept[kind] if kind < len(kept) else 0)
 
     def _settle_tickets(self, outcomes: Iterable[tuple[int, Outcome]]) -> None:
         self._outcomes.update(outcomes)
@@ -598,9 +628,9 @@ class Steps:
             wakes.append(self._renew_at_s)
         else:
             self._renew_at_s = now_s + RENEW_LEASES_S
-        if any(self._grants.values()) and not self._keeping_grants:
+        if any(self._beyond(kind, self._grants_kept) > 0 for kind in self._grants):
             if now_s >= self._grants_used_s + GRANTS_IDLE_S:
-                self._return_grants()
+                self._return_grants(self._grants_kept)
                 self._flushing = True
             else:
                 wakes.append(self._grants_used_s + GRANTS_IDLE_S)
@@ -704,11 +734,25 @@ class Steps:
                 if self._closing or self._failure is not None:
                     return
                 if failure is not None and not isinstance(failure, Unavailable):
-                    self._break(failure)  # sending the same again would fail again
-                    return
+                    break  # sending the same again would fail again
                 # The daemon may have gone, which the session finds out, or only this stream: then once more.
                 self._changed.wait(backoff_s)
                 backoff_s = min(2 * backoff_s, RECONNECT_BACKOFF_MAX_S)
+        self._refused(failure)
+
+    def _refused(self, refusal: KVStoreError) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            for unanswered in self._unanswered.values():
+                for commits in unanswered.request.commits:
+                    self._left += zip(commits.slots, commits.generations, strict=True)
+                self._left += [(at.slot, at.generation) for at in unanswered.request.aborts]
+            for batch in self._commits:
+                self._left += zip(batch.slots, batch.generations, strict=True)
+            self._left += itertools.chain(self._aborts, *self._grants.values())
+            self._break(refusal)
+        self._session.give_up(refusal)
 
     def _apply(self, reply: store_pb2.StepReply) -> None:
         group: GroupState | None = None

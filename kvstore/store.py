@@ -294,7 +294,9 @@ class Store:
         if request.role != store_pb2.ROLE_SCHEDULER and not group.kinds:
             group.kinds = [Kind.of(number, brought) for number, brought in enumerate(request.kinds)]
             for kind in group.kinds:
-                self._size_classes.add(kind.slot_bytes)
+                if kind.slot_bytes not in self._size_classes:
+                    self._size_classes.add(kind.slot_bytes)
+                    self._tier.warn_if_table_is_short(kind.slot_bytes)
                 self._keep_document(kind.namespace, kind.document)
         group.sessions.add(session)
         group.processes.add(session)
@@ -444,7 +446,11 @@ class Store:
             return
         kept = self._learned.setdefault(request.learning, {})
         self._learned.move_to_end(request.learning)
-        kept.update((learned.name, learned.document) for learned in request.learned)
+        for learned in request.learned:
+            kept.pop(learned.name, None)
+            kept[learned.name] = learned.document  # the last one now
+        while len(kept) > limits.LEARNED_PER_STEP_MAX:  # so that the answer is no larger than a message
+            del kept[next(iter(kept))]
         while len(self._learned) > limits.LEARNED_KEPT_MAX:
             self._learned.popitem(last=False)
         if request.learned_wanted:
@@ -893,10 +899,19 @@ def _require_well_formed(
     if len(request.decisions) > limits.DECISIONS_PER_STEP_MAX or len(request.learned) > limits.LEARNED_PER_STEP_MAX:
         raise LimitExceeded(f"{len(request.decisions)} decisions and {len(request.learned)} documents in one message")
     for learned in request.learned:
-        if len(learned.name) + len(learned.document) > limits.LEARNED_DOCUMENT_BYTES_MAX:
-            raise LimitExceeded(f"a document of {len(learned.document)} characters about what was learned")
+        nbytes = len(learned.name.encode()) + len(learned.document.encode())
+        if nbytes > limits.LEARNED_DOCUMENT_BYTES_MAX:
+            raise LimitExceeded(f"a document of {nbytes} bytes, with its name, about what was learned")
     if len(request.learning) > limits.LEARNED_DOCUMENT_BYTES_MAX:
         raise LimitExceeded(f"{len(request.learning)} characters say how an engine is")
+    decisions = request.decisions
+    counts = [
+        request.misses,
+        *(each.refused_count for each in decisions),
+        *(each.disk_refused_count for each in decisions),
+    ]
+    if max(counts) > limits.COUNT_PER_STEP_MAX:
+        raise LimitExceeded(f"{max(counts)} chunks counted in one message; at most {limits.COUNT_PER_STEP_MAX}")
     if len(request.tails) > limits.TAILS_PER_STEP_MAX:
         raise LimitExceeded(f"{len(request.tails)} tails in one message; at most {limits.TAILS_PER_STEP_MAX}")
     chains = (*request.touches, *request.promotes)

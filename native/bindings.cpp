@@ -12,6 +12,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <system_error>
 
@@ -188,29 +189,37 @@ nb::tuple expanded(const PieceArray& pieces, std::size_t together, const Array<s
 
 // ---- Table ----
 
+// Whose it is and how it is laid out is known after `close` too; what changes is read from the map while there is one.
+// A closed table is one in which nothing is found, by a daemon that has not run for ever: another thread may close it
+// between two reads of a scheduler, which then goes on without the store. No read outlives the map: each holds it.
 struct PyTable {
-    PyTable(int fd, const nb::bytes& key) : index_key(id_of(key, "an index key")), mapped(new MappedTable(fd)) {}
-    const MappedTable& get() const { return *held(); }
+    PyTable(int fd, const nb::bytes& key)
+        : index_key(id_of(key, "an index key")),
+          mapped(new MappedTable(fd)),
+          instance_id(mapped->reader.instance_id()),
+          shape(mapped->reader.shape()) {}
     std::shared_ptr<const MappedTable> held() const {
         if (!mapped) throw std::invalid_argument("the table is closed");
         return mapped;
     }
+    std::uint64_t ready_bytes() const { return mapped ? mapped->reader.ready_bytes() : 0; }
     double heartbeat_age_ms() const {
-        const std::uint64_t beat = get().reader.heartbeat_ns();
+        if (!mapped) return std::numeric_limits<double>::infinity();
+        const std::uint64_t beat = mapped->reader.heartbeat_ns();
         const std::uint64_t now = monotonic_ns();
         return now > beat ? static_cast<double>(now - beat) / 1e6 : 0.0;
     }
     nb::tuple lookup(const nb::bytes& name_space, const nb::bytes& tenant, nb::handle sequence) const {
-        const auto table = held();
+        const auto table = mapped;
         const Hasher hasher = hasher_for(index_key, id_of(name_space, "a namespace"), id_of(tenant, "a tenant"));
         Keys keys(sequence);
         const std::size_t count = keys.get().size();
         std::vector<Found> found(count);
-        if (count > LOOKUP_KEYS_UNDER_LOCK) {
+        if (table && count > LOOKUP_KEYS_UNDER_LOCK) {
             keys.detach();
             nb::gil_scoped_release unlocked;
             table->reader.find_all(hasher, keys.get(), found);
-        } else {
+        } else if (table) {
             table->reader.find_all(hasher, keys.get(), found);
         }
         std::string codes(count, '\0');
@@ -227,12 +236,14 @@ struct PyTable {
     nb::bytes current(const Array<std::uint32_t>& slots, const Array<std::uint64_t>& generations) const {
         const std::size_t count = check_equal(slots.shape(0), generations.shape(0), "slots and generations");
         std::vector<std::uint8_t> answers(count);
-        get().reader.current(span_of(slots), span_of(generations), answers);
+        if (mapped) mapped->reader.current(span_of(slots), span_of(generations), answers);
         return nb::bytes(reinterpret_cast<const char*>(answers.data()), count);
     }
 
     Id index_key;
     std::shared_ptr<const MappedTable> mapped;
+    Id instance_id;
+    TableShape shape;
 };
 
 // ---- Arena ----
@@ -759,12 +770,12 @@ NB_MODULE(_native, m) {
         .def(nb::init<int, const nb::bytes&>(), "fd"_a, "index_key"_a)
         .def_prop_ro("instance_id",
                      [](const PyTable& self) {
-                         const Id& id = self.get().reader.instance_id();
-                         return nb::bytes(reinterpret_cast<const char*>(id.data()), id.size());
+                         return nb::bytes(reinterpret_cast<const char*>(self.instance_id.data()),
+                                          self.instance_id.size());
                      })
-        .def_prop_ro("arena_bytes", [](const PyTable& self) { return self.get().reader.shape().arena_bytes; })
-        .def_prop_ro("unit_bytes", [](const PyTable& self) { return self.get().reader.shape().unit_bytes; })
-        .def_prop_ro("ready_bytes", [](const PyTable& self) { return self.get().reader.ready_bytes(); })
+        .def_prop_ro("arena_bytes", [](const PyTable& self) { return self.shape.arena_bytes; })
+        .def_prop_ro("unit_bytes", [](const PyTable& self) { return self.shape.unit_bytes; })
+        .def_prop_ro("ready_bytes", &PyTable::ready_bytes)
         .def("heartbeat_age_ms", &PyTable::heartbeat_age_ms)
         .def("lookup", &PyTable::lookup, "namespace"_a, "tenant"_a, "keys"_a)
         .def("current", &PyTable::current, "slots"_a.noconvert(), "generations"_a.noconvert())

@@ -292,6 +292,14 @@ bool Index::begin_io(Ref ref) {
 }
 
 void Index::end_io(Ref ref) {
+    Slot* slot = slabs_.find(ref.slot);
+    if (slot != nullptr && slot->holder == Slot::Holder::IO) {
+        if (--slot->owner > 0) return;
+        io_bytes_ -= class_bytes(ref.slot);
+        --slabs_.slab_of(ref.slot).held;
+        slabs_.give_back(ref.slot);
+        return;
+    }
     const std::uint32_t number = chunk_at(ref);
     assert(number != NO_RECORD && records_[number].io > 0 && "a slot with I/O lost its chunk");
     Record& record = records_[number];
@@ -450,7 +458,7 @@ void Index::orphan(std::uint32_t child) {
 
 void Index::drop(std::uint32_t number) {
     Record& record = records_[number];
-    assert(record.live && !is_held(record));
+    assert(record.live && record.leases == 0);
     unlist(number);
     leaves(record).leave(use_class(record));
     record.live = false;  // so that it is not listed again when its children have left it
@@ -464,7 +472,11 @@ void Index::drop(std::uint32_t number) {
     --chunk_count_;
     if (Quota* quota = quota_of(scopes_[record.scope].scope.tenant)) quota->used -= slab.class_bytes;
     scopes_.take_chunk(record.scope, slab.class_bytes);
-    slabs_.give_back(record.at.slot);
+    if (record.io > 0) {
+        *slabs_.find(record.at.slot) = {Slot::Holder::IO, 0, record.io};
+    } else {
+        slabs_.give_back(record.at.slot);
+    }
     record = Record{};
     free_records_.push_back(number);
 }
@@ -726,7 +738,7 @@ bool Index::remove(Removal& removal, std::size_t steps) {
         if (is_selected(removal.what, record)) {
             if (!removal.chosen) {
                 consider(removal, removal.next);
-            } else if (is_held(record)) {
+            } else if (record.leases > 0) {
                 ++removal.skipped_pinned;
             } else if (!forget(removal, removal.next, steps)) {
                 return false;
@@ -741,7 +753,7 @@ bool Index::remove(Removal& removal, std::size_t steps) {
         const Removal::Candidate& candidate = removal.oldest.front();
         const Record& record = records_[candidate.record];
         if (record.at == candidate.at && is_selected(removal.what, record)) {  // else it has gone, or was used
-            if (is_held(record)) {
+            if (record.leases > 0) {
                 ++removal.skipped_pinned;
             } else if (!forget(removal, candidate.record, steps)) {
                 return false;
@@ -757,7 +769,7 @@ bool Index::remove(Removal& removal, std::size_t steps) {
 void Index::consider(Removal& removal, std::uint32_t number) const {
     const Record& record = records_[number];
     const Removal::Candidate candidate{!record.orphan, record.tick, number, record.at, class_bytes(record.at.slot)};
-    if (is_held(record)) {
+    if (record.leases > 0) {
         removal.pinned.push_back(candidate);
         return;
     }
@@ -841,7 +853,7 @@ std::vector<std::string> Index::problems_of_sums() const {
     for (std::string& problem : policy_.problems()) add(std::move(problem));
 
     // Slots, and who holds them.
-    std::uint64_t used = 0, granted = 0, chunks = 0, grants = 0;
+    std::uint64_t used = 0, granted = 0, chunks = 0, grants = 0, io = 0;
     for (const auto& slab : slabs_.slabs()) {
         if (!slab) continue;
         std::uint64_t newest = 0, slab_grants = 0, slab_held = 0;
@@ -865,6 +877,9 @@ std::vector<std::string> Index::problems_of_sums() const {
                 }
                 newest = std::max(newest, records_[slot.owner].tick);
                 slab_held += is_held(records_[slot.owner]) ? 1 : 0;
+            } else if (slot.holder == Slot::Holder::IO) {
+                ++slab_held;
+                io += slab->class_bytes;
             }
         }
         const std::string name = "the slab at unit " + std::to_string(slab->first_unit);
@@ -907,7 +922,7 @@ std::vector<std::string> Index::problems_of_sums() const {
     }
     std::map<std::uint32_t, Usage> usage;  // by scope
     std::vector<std::uint32_t> children(records_.size());
-    std::uint64_t live = 0, pinned = 0, io = 0, chunks_leases = 0;
+    std::uint64_t live = 0, pinned = 0, chunks_leases = 0;
     for (std::uint32_t number = 0; number < records_.size(); ++number) {
         const Record& record = records_[number];
         if (!record.live) continue;

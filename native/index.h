@@ -7,6 +7,7 @@
 //
 // A slot's life: free -> granted to a group (generation raised) -> committed: it holds a chunk -> evicted: free.
 //                                                              `-> aborted, or the group ended: free
+// A chunk that is removed while the daemon reads its slot has gone at once; the slot is free when it has been read.
 //
 // Eviction happens in `grant`, when nothing is free: of the class's chunks that have neither resident children nor a
 // lease, the one that the policy names (policy.h). If another class's slab holds only chunks that were last used before

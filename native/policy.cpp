@@ -20,6 +20,8 @@ constexpr std::uint64_t LEARN_SHARE = 4;
 constexpr std::uint64_t HALVE_PERIODS = 4;  // after as many ticks as four times what can be tracked
 constexpr std::uint64_t UNTOUCHED_TICKS_MAX = 16;
 constexpr std::uint64_t UNTOUCHED_SHARE = 64;
+constexpr double JUST_TOUCHED_WEIGHT = 2;       // of the rank of what was touched within these ticks
+constexpr double LONGEST_UNUSED_WEIGHT = 0.75;  // of the ranks of the class that holds the leaf unused for longest
 
 }  // namespace
 
@@ -63,14 +65,32 @@ std::optional<Leaf> Leaves::after(const Place& place) const {
     return *next;
 }
 
-std::optional<std::uint64_t> Leaves::oldest_tick() const {
-    if (!orphans().empty()) return 0;
-    std::optional<std::uint64_t> oldest;
+std::optional<Leaf> Leaves::before(const Place& place) const {
+    if (place.at == sets_[place.set].begin()) return std::nullopt;
+    return *std::prev(place.at);
+}
+
+std::optional<Leaf> Leaves::youngest(unsigned use_class, std::uint64_t tick) const {
+    const auto& set = sets_[use_class];
+    const auto beyond = set.upper_bound(Leaf{tick, UINT32_MAX});
+    if (beyond == set.begin()) return std::nullopt;
+    return *std::prev(beyond);
+}
+
+std::optional<unsigned> Leaves::class_of_oldest() const {
+    std::optional<unsigned> found;
     for (unsigned c = 0; c < USE_CLASSES; ++c) {
         if (sets_[c].empty()) continue;
-        oldest = std::min(oldest.value_or(UINT64_MAX), sets_[c].begin()->tick);
+        if (!found || *sets_[c].begin() < *sets_[*found].begin()) found = c;
     }
-    return oldest;
+    return found;
+}
+
+std::optional<std::uint64_t> Leaves::oldest_tick() const {
+    if (!orphans().empty()) return 0;
+    const auto its_class = class_of_oldest();
+    if (!its_class) return std::nullopt;
+    return sets_[*its_class].begin()->tick;
 }
 
 // ---- Policy: how chunks were used ----
@@ -179,7 +199,7 @@ std::optional<Victim> Policy::victim(const Leaves& leaves, std::uint64_t now) co
     }
     switch (rule_) {
         case Rule::LRU:
-            return least_rank(leaves, now, 0);
+            return least_rank(leaves, now);
         case Rule::PROBATION: {
             const bool crowded = leaves.residents(0) * PROBATION_SHARE > leaves.residents();
             for (const unsigned c : {crowded ? 0U : 1U, crowded ? 1U : 0U}) {
@@ -189,32 +209,40 @@ std::optional<Victim> Policy::victim(const Leaves& leaves, std::uint64_t now) co
             }
             return std::nullopt;
         }
-        case Rule::ADAPTIVE: {
-            const std::uint64_t window =
-                std::clamp<std::uint64_t>(leaves.residents() / UNTOUCHED_SHARE, 1, UNTOUCHED_TICKS_MAX);
-            const auto found = least_rank(leaves, now, window);
-            return found ? found : least_rank(leaves, now, 0);
-        }
+        case Rule::ADAPTIVE:
+            return least_rank(leaves, now);
     }
     return std::nullopt;
 }
 
-// Of each use class the least and the most recently used leaf, but none used within the last `untouched_for` ticks.
-std::optional<Victim> Policy::least_rank(const Leaves& leaves, std::uint64_t now, std::uint64_t untouched_for) const {
+std::optional<std::uint64_t> Policy::young_end(const Leaves& leaves, std::uint64_t now) const {
+    if (rule_ != Rule::ADAPTIVE) return std::nullopt;
+    const auto untouched_for = std::clamp<std::uint64_t>(leaves.residents() / UNTOUCHED_SHARE, 1, UNTOUCHED_TICKS_MAX);
+    return now - std::min(now, untouched_for);
+}
+
+// Of each use class the least and the most recently used leaf, and the most recently used one of those not used just
+// now. What was learned is not exact. So one of the class in which LRU would evict goes, unless another class is worth
+// clearly less; and what was used just now goes only if it is worth clearly less than all others.
+std::optional<Victim> Policy::least_rank(const Leaves& leaves, std::uint64_t now) const {
+    const auto longest_unused = leaves.class_of_oldest();
+    if (!longest_unused) return std::nullopt;
+    const std::uint64_t just_now = young_end(leaves, now).value_or(now);
     std::optional<Victim> least;
-    if (now < untouched_for) return least;
-    const std::uint64_t newest_allowed = now - untouched_for;
     const auto consider = [&](const Leaf& leaf, unsigned use_class) {
-        const Victim candidate{true, rank(leaf, use_class, now), leaf.tick, leaf.record};
+        Victim candidate{true, rank(leaf, use_class, now), leaf.tick, leaf.record};
+        if (leaf.tick > just_now) candidate.rank *= JUST_TOUCHED_WEIGHT;
+        if (use_class == *longest_unused) candidate.rank *= LONGEST_UNUSED_WEIGHT;
         if (!least || candidate < *least) least = candidate;
     };
     for (unsigned c = 0; c < USE_CLASSES; ++c) {
         const std::set<Leaf>& set = leaves.of_class(c);
-        if (set.empty() || set.begin()->tick > newest_allowed) continue;
+        if (set.empty()) continue;
         consider(*set.begin(), c);
         if (rule_ == Rule::LRU) continue;
         auto newest = std::prev(set.end());
-        while (newest->tick > newest_allowed) --newest;  // at most one leaf for each of those ticks
+        consider(*newest, c);
+        while (newest->tick > just_now && newest != set.begin()) --newest;  // at most one leaf for each of those ticks
         consider(*newest, c);
     }
     return least;

@@ -64,8 +64,13 @@ class Leaves {
     void for_each_set(const auto& visit) const {
         for (const auto& set : sets_) visit(set);
     }
-    // The next younger leaf of the same set.
+    // The next younger and the next older leaf of the same set.
     std::optional<Leaf> after(const Place& place) const;
+    // Of the leaf that was used least recently, orphans aside; none: there is no other leaf.
+    std::optional<unsigned> class_of_oldest() const;
+    std::optional<Leaf> before(const Place& place) const;
+    // The youngest leaf of a use class that was not used after this tick.
+    std::optional<Leaf> youngest(unsigned use_class, std::uint64_t tick) const;
     // Of the leaf that was used least recently; 0: there is an orphan; none: there is no leaf.
     std::optional<std::uint64_t> oldest_tick() const;
 
@@ -107,7 +112,10 @@ class Policy {
     void removed(const Digest& digest, std::uint64_t now);
 
     std::optional<Victim> victim(const Leaves& leaves, std::uint64_t now) const;
-    // Where it comes in the order of `victim`, of whatever size class.
+    // `victim` takes a use class from its youngest end, too, but those used after this tick only where they are worth
+    // clearly less; none: it does not.
+    std::optional<std::uint64_t> young_end(const Leaves& leaves, std::uint64_t now) const;
+    // Where it comes in the order of `victim`, of whatever size class, whatever else is there.
     Victim weigh(const Leaf& leaf, std::uint32_t uses, bool orphan, std::uint64_t now) const;
 
     std::uint64_t ghost_count() const { return ghosts_.size(); }
@@ -115,7 +123,7 @@ class Policy {
 
   private:
     double rank(const Leaf& leaf, unsigned use_class, std::uint64_t now) const;
-    std::optional<Victim> least_rank(const Leaves& leaves, std::uint64_t now, std::uint64_t untouched_for) const;
+    std::optional<Victim> least_rank(const Leaves& leaves, std::uint64_t now) const;
     std::uint64_t ghosts_max() const;
     void leave_ghost(const Digest& digest, const Uses& uses, std::uint64_t now);
     void forget_surplus(std::uint64_t now);

@@ -28,10 +28,10 @@ std::uint64_t unit_bytes_for(std::uint64_t arena_bytes);
 std::uint64_t slot_offset(std::uint32_t slot, std::uint64_t class_bytes, std::uint64_t unit_bytes);
 
 struct Slot {
-    enum class Holder : std::uint8_t { NOBODY, GROUP, CHUNK };
+    enum class Holder : std::uint8_t { NOBODY, GROUP, CHUNK, IO };  // IO: its chunk was removed while it was read
     Holder holder = Holder::NOBODY;
     std::uint32_t epoch = 0;  // of a grant: removals that had begun before it
-    std::uint64_t owner = 0;  // group number or record number
+    std::uint64_t owner = 0;  // group number, record number, or how many reads run
 };
 
 struct Slab {
@@ -42,7 +42,7 @@ struct Slab {
     std::vector<Slot> slots;
     // What the index knows of the slots, for the choice of the slab that changes its class.
     std::uint32_t granted = 0;
-    std::uint32_t held = 0;    // chunks with a lease or with I/O
+    std::uint32_t held = 0;    // chunks with a lease, and slots with I/O
     std::uint64_t newest = 0;  // tick of the last use of any chunk in here; 0: there is none
     bool newest_known = true;  // false: that chunk has gone, and `newest` is too high
 };

@@ -3,11 +3,13 @@
 Exit codes: 0 done, 1 failed, 2 wrong usage, 4 no daemon at the endpoint.
 """
 
+import os
 import sys
 
 import typer
 
 from kvstore.cli import calibrate, check, evict, explain, gc, ls, plan, quota, serve, simulate, stats
+from kvstore.cli.output import EXIT_FAILED
 
 app = typer.Typer(
     name="kvstore",
@@ -30,10 +32,26 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 
 
+daemon = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+daemon.command()(serve.serve)
+
+
 def main() -> None:
-    app()
+    _run(app)
 
 
 def serve_main() -> None:
     """`kvstored` is `kvstore serve`."""
-    app(["serve", *sys.argv[1:]], prog_name="kvstored")
+    _run(daemon)
+
+
+def _run(command: typer.Typer) -> None:
+    try:
+        try:
+            command()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:  # no command lets one of its own through
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in its buffer cannot be written at the exit either
+        print(f"kvstore: the output cannot be written ({error.strerror})", file=sys.stderr)
+        sys.exit(EXIT_FAILED)

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.cli.output import Json, print_json, reported
+from kvstore.cli.output import Json, print_json, print_table, reported
 from kvstore.costmodel import TransferModel
 from kvstore.device_bandwidth import measure_device, open_device
 from kvstore.errors import ConfigurationError, KVStoreError
@@ -68,9 +68,9 @@ def calibrate(
         table.add_row("disk, read", *_row(found.disk_read))
         table.add_row("disk, written", f"{(found.disk_write_bytes_per_s or 0) / 1e9:.2f}", "")
     console = Console()
-    console.print(table)
+    print_table(table)
     if copies is not None:
-        console.print(_device_table(copies))
+        print_table(_device_table(copies))
     else:
         console.print(f"no GPU was measured: {no_device}", highlight=False, soft_wrap=True)
     console.print(f"written to {path}", highlight=False, soft_wrap=True)

@@ -5,12 +5,22 @@ from collections.abc import Sequence
 from typing import Annotated, cast
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from kvstore import admin
-from kvstore.cli.output import Endpoint, Json, NamespaceId, Salt, TenantId, Tier, print_json, reported
+from kvstore.cli.output import (
+    Endpoint,
+    Json,
+    NamespaceId,
+    Salt,
+    TenantId,
+    Tier,
+    model_name,
+    print_json,
+    print_table,
+    reported,
+)
 
 CHUNKS_SHOWN = 1_000
 _Rows = Sequence[dict[str, object]]
@@ -53,10 +63,9 @@ def ls(
     if json:
         print_json({noun.value: shown, "more": more})
         return
-    console = Console()
-    console.print(_table(noun, shown))
+    print_table(_table(noun, shown))
     if more:
-        console.print(f"and more than these {len(shown)}; --limit shows more", highlight=False)
+        print(f"and more than these {len(shown)}; --limit shows more")
 
 
 def _table(noun: Noun, rows: _Rows) -> Table:
@@ -65,7 +74,7 @@ def _table(noun: Noun, rows: _Rows) -> Table:
             table = Table("namespace", "model", "tier", "chunks", "size", "tenants")
             for row in rows:
                 table.add_row(
-                    str(row["namespace_id"]), _model(row["document"]), *_by_tier(row),
+                    str(row["namespace_id"]), model_name(row["document"]), *_by_tier(row),
                     str(row["tenants"]),
                 )  # fmt: skip
         case Noun.TENANTS:
@@ -98,9 +107,3 @@ def _by_tier(row: dict[str, object]) -> tuple[str, str, str]:
 def _size(nbytes: object) -> str:
     assert isinstance(nbytes, int)
     return decimal(nbytes)
-
-
-def _model(document: object) -> str:
-    """What engines and clients call the model, where the document is kept and says so."""
-    model = document.get("model", "") if isinstance(document, dict) else "(document not kept)"
-    return str(model)

@@ -15,6 +15,7 @@ from kvstore.config import default_endpoint
 from kvstore.errors import ConfigurationError, KVStoreError, NotAllowed, Unavailable
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_DAEMON = 1, 2, 4
+TABLE_WIDTH_MAX = 1_000
 
 Endpoint = Annotated[
     str | None, typer.Option(help="unix:///path/kvstore.sock. Default: KVSTORE_ENDPOINT, else the default directory.")
@@ -45,6 +46,14 @@ def positive(flag: str, text: str | None, parse: Callable[[str], int]) -> int | 
     return value
 
 
+def print_table(table: Table, *, stderr: bool = False) -> None:
+    """As wide as its longest rows are: an id that is cut cannot be copied into the next command."""
+    console = Console(stderr=stderr)
+    widest = console.measure(table, options=console.options.update(max_width=TABLE_WIDTH_MAX)).maximum
+    console.width = max(console.width, widest)
+    console.print(table)
+
+
 def print_removed(removed: dict[str, object], *, dry_run: bool = False) -> None:
     """As a table."""
     by_tier = removed["by_tier"]
@@ -52,13 +61,23 @@ def print_removed(removed: dict[str, object], *, dry_run: bool = False) -> None:
     table = Table("tier", "would go" if dry_run else "removed", "size", "skipped, pinned")
     for name, tier in by_tier.items():
         table.add_row(name, str(tier["evicted_chunks"]), decimal(tier["evicted_bytes"]), str(tier["skipped_pinned"]))
-    Console().print(table)
+    print_table(table)
+
+
+def model_name(document: object) -> str:
+    """What engines and clients call the model, where the namespace's document is kept and says so."""
+    if not isinstance(document, dict):
+        return "(document not kept)"
+    model = document.get("model", "")
+    return str(model.get("name", "") if isinstance(model, dict) else model)  # an engine's says more than the name
 
 
 @contextlib.contextmanager
 def reported(endpoint: str | None, *, as_json: bool) -> Iterator[str]:
     """Yields the endpoint to use; a failure inside becomes a message and an exit code."""
     try:
+        if endpoint == "":  # a script's variable that is not set must not become some other daemon
+            raise ConfigurationError("--endpoint is empty; leave it out for the default one")
         yield endpoint or default_endpoint()
     except KVStoreError as error:
         if as_json:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvstore import plan as planning
 from kvstore import profiles
-from kvstore.cli.output import Json, print_json, reported
+from kvstore.cli.output import Json, print_json, print_table, reported
 from kvstore.config import parse_bytes
 from kvstore.errors import ConfigurationError
 
@@ -148,7 +148,7 @@ def _print_tables(found: planning.Plan, console: Console) -> None:
     for line in lines:
         console.print(line, highlight=False)
     for tier in found.tiers:
-        console.print(_length_table(tier))
+        print_table(_length_table(tier))
     sizes = Table("tier", "size", "holds tokens", "to keep what comes back", "for", title="sizes")
     for tier in found.tiers:
         tokens = tier.tokens(layout.kv_bytes_per_token)
@@ -159,7 +159,7 @@ def _print_tables(found: planning.Plan, console: Console) -> None:
             decimal(int(tier.needed_bytes)),
             f"{tier.window_s:.0f} s",
         )
-    console.print(sizes)
+    print_table(sizes)
     rate = "as given" if found.tokens_per_s_is_measured else "the most that can be prefilled"
     console.print(
         f"{found.tokens_per_s:,.0f} prompt tokens/s ({rate}), {found.new_share:.0%} of them new: at most "

@@ -3,12 +3,11 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from kvstore import admin
-from kvstore.cli.output import Endpoint, Json, Salt, TenantId, Tier, print_json, print_removed, reported
+from kvstore.cli.output import Endpoint, Json, Salt, TenantId, Tier, print_json, print_removed, print_table, reported
 from kvstore.config import parse_bytes
 from kvstore.errors import ConfigurationError
 from kvstore.rpc.v1 import admin_pb2
@@ -78,7 +77,7 @@ def get_quotas(
         assert isinstance(limit, int)
         assert isinstance(used, int)
         table.add_row(name, str(row["tier"]), decimal(limit), decimal(used))
-    Console().print(table)
+    print_table(table)
 
 
 def _of_one(salt: str | None, tenant_id: str | None, tier: str | None) -> admin_pb2.Selection:

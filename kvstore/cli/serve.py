@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +17,7 @@ from kvstore.config import (
     serve_config,
 )
 from kvstore.errors import ConfigurationError
+from kvstore.logs import begin_logging
 from kvstore.server import EXIT_USAGE
 from kvstore.server import serve as run
 
@@ -28,11 +28,15 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="TOML file; keys are the flags with underscores.")] = None,
     runtime_dir: Annotated[
         str | None,
-        typer.Option(help="Sockets live here. Default: /run/kvstore for root, else $XDG_RUNTIME_DIR/kvstore."),
+        typer.Option(
+            help="Sockets live here. Default: /run/kvstore for root, else $XDG_RUNTIME_DIR/kvstore, else a private "
+            "folder in the temporary directory."
+        ),
     ] = None,
     cpu_bytes: Annotated[str | None, typer.Option(help="Size of the cpu tier, exact: 64GiB, 500MB, bytes.")] = None,
     index_bytes: Annotated[
-        str | None, typer.Option(help="Largest size of the table. Default: what fits the tiers.")
+        str | None,
+        typer.Option(help="Largest size of the table. Default: what chunks of 64 KiB need; smaller ones need more."),
     ] = None,
     fs_dir: Annotated[
         str | None, typer.Option(help="Directory of the filesystem tier. Default: none. Needs --fs-bytes.")
@@ -87,7 +91,7 @@ def serve(
     socket_mode: Annotated[str | None, typer.Option(help="0600, or 0660 with --allow-uid.")] = None,
 ) -> None:
     """Run this node's daemon. Every flag is also a variable (KVSTORE_CPU_BYTES) and a TOML key (cpu_bytes)."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    begin_logging()
     flags = {
         "runtime_dir": runtime_dir,
         "cpu_bytes": cpu_bytes,

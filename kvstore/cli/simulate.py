@@ -12,7 +12,7 @@ from rich.table import Table
 from kvstore import plan as planning
 from kvstore import profiles
 from kvstore import simulate as simulation
-from kvstore.cli.output import Json, print_json, reported
+from kvstore.cli.output import Json, print_json, print_table, reported
 from kvstore.cli.plan import read_config, size_of
 from kvstore.config import EVICTION_POLICIES, EVICTION_POLICY_DEFAULT
 from kvstore.errors import ConfigurationError
@@ -142,7 +142,7 @@ def _print(found: simulation.Simulation, console: Console) -> None:
             tier.name, f"{tier.capacity_chunks:,}", decimal(sizes[0]), f"{tier.hits:,}", f"{tier.evictions:,}",
             decimal(sizes[1]),
         )  # fmt: skip
-    console.print(table)
+    print_table(table)
     if found.drive_writes_per_day is not None:
         console.print(
             f"{found.drive_writes_per_day:.2f} drive writes a day of {decimal(int(found.drive_bytes))}", highlight=False

@@ -5,7 +5,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from kvstore import admin
-from kvstore.cli.output import Endpoint, Json, print_json, reported
+from kvstore.cli.output import Endpoint, Json, print_json, print_table, reported
 from kvstore.rpc.v1 import admin_pb2
 
 
@@ -27,18 +27,12 @@ def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
         f"eviction policy {reply.eviction_policy}",
         highlight=False,
     )
-    tiers = Table("tier", "capacity", "ready", "used", "granted", "pinned", "overhead", "chunks", "hits", "misses")
-    tiers.add_column("evictions")
-    tiers.add_column("removals")
-    tiers.add_column("corruptions")
-    for tier in reply.tiers:
-        sizes = (
-            tier.capacity_bytes, tier.ready_bytes, tier.used_bytes, tier.granted_bytes, tier.pinned_bytes,
-            tier.overhead_bytes,
-        )  # fmt: skip
-        counts = (tier.chunks, tier.hits, tier.misses, tier.evictions, tier.removals, tier.corruptions)
-        tiers.add_row(tier.name, *map(decimal, sizes), *map(str, counts))
-    console.print(tiers)
+    tiers = Table("tier", *(tier.name for tier in reply.tiers))
+    for size in ("capacity", "ready", "used", "granted", "pinned", "overhead"):
+        tiers.add_row(size, *(decimal(getattr(tier, f"{size}_bytes")) for tier in reply.tiers))
+    for count in ("chunks", "hits", "misses", "evictions", "removals", "corruptions"):
+        tiers.add_row(count, *(str(getattr(tier, count)) for tier in reply.tiers))
+    print_table(tiers)
     for tier in reply.tiers:
         if tier.sick or tier.dropped_stores or tier.quarantined_slots:
             state = f"sick: {tier.sick}" if tier.sick else "well"
@@ -50,4 +44,4 @@ def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
             session.role, session.group, str(session.pid), str(session.uid), str(session.rank),
             "\n".join(namespace.hex() for namespace in session.namespace_ids),
         )  # fmt: skip
-    console.print(sessions)
+    print_table(sessions)

@@ -49,8 +49,8 @@ def error_classes(root: type[errors.KVStoreError] = errors.KVStoreError) -> Iter
         yield from error_classes(child)
 
 
-def error_of(call: grpc.RpcError) -> errors.KVStoreError:
-    """The exception that the daemon raised, as far as the status tells."""
+def error_of(call: grpc.RpcError, endpoint: str = "") -> errors.KVStoreError:
+    """The exception that the daemon raised, as far as the status tells. `endpoint`: for the message."""
     assert isinstance(call, grpc.Call), f"{type(call).__name__} carries no status"
     text = call.details() or str(call.code())
     metadata = dict(call.trailing_metadata() or ())
@@ -58,4 +58,7 @@ def error_of(call: grpc.RpcError) -> errors.KVStoreError:
     for cls in error_classes():
         if cls.__name__ == name:
             return cls(text)
-    return _ERROR_OF_CODE.get(call.code(), errors.KVStoreError)(text)
+    cls = _ERROR_OF_CODE.get(call.code(), errors.KVStoreError)
+    if cls is errors.Unavailable and endpoint:
+        text = f"the daemon at {endpoint} did not answer to the end ({text}); see whether it runs, and ask again"
+    return cls(text)

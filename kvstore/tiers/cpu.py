@@ -16,7 +16,8 @@ from kvstore.config import EVICTION_POLICY_DEFAULT
 from kvstore.errors import ConfigurationError
 from kvstore.tiers.host_memory import MemoryLimit, huge_page_advice, memory_limits
 
-INDEX_BYTES_PER_ENTRY_OF_TIER = 128 << 10  # one entry for each 128 KiB of the tiers' bytes
+# One entry of the table for so many bytes of a tier, which is 0.13 % of the arena. Chunks of a model of 1B are larger.
+BYTES_PER_ENTRY, BYTES_PER_ENTRY_OF_LOWER_TIER = 64 << 10, 128 << 10
 POPULATE_BYTES = 2 << 20  # a huge page; the kernel holds the map's lock meanwhile, so the loop must not wait for more
 MEMORY_RESERVE_BYTES = 256 << 20  # left to the host while pre-faulting
 WAIT_FOR_MEMORY_S = 0.5
@@ -54,7 +55,7 @@ class CpuTier:
         try:
             self.table_bytes = self._table_bytes(index_bytes)
         except ValueError as error:  # more than slot numbers can name
-            raise ConfigurationError(f"--cpu-bytes: {error}") from None
+            raise ConfigurationError(f"--cpu-bytes, --fs-bytes: {error}; ask for less") from None
         require_memory(self.arena_bytes, self.table_bytes, memory_limits())
 
         self.arena_fd = _native.create_memfd("kvstore-arena", self.arena_bytes)
@@ -95,21 +96,32 @@ class CpuTier:
         if self._thread is not None:
             self._thread.join()
 
+    def warn_if_table_is_short(self, slot_bytes: int) -> None:
+        """Of chunks smaller than those the table was sized for it is full before the arena is."""
+        chunks = self.index.stats()["chunks_max"]
+        if chunks * slot_bytes >= self.arena_bytes:
+            return
+        _log.warning(
+            "chunks in slots of %d bytes: the table has room for %d, so at most %d%% of the arena will be used; take "
+            "larger chunks (block_size in the engine), or start the daemon with --index-bytes %d",
+            slot_bytes, chunks, 100 * chunks * slot_bytes // self.arena_bytes, self._table_bytes_for(slot_bytes),
+        )  # fmt: skip
+
+    def _table_bytes_for(self, slot_bytes: int) -> int:
+        """Of one with an entry for each slot of the arena, were all of that size, and for the tiers below."""
+        entries = self.arena_bytes // slot_bytes + self._lower_bytes // BYTES_PER_ENTRY_OF_LOWER_TIER
+        return _native.Index.table_bytes_for(max(1, entries), self.arena_bytes, self.unit_bytes)
+
     def _table_bytes(self, index_bytes: int | None) -> int:
-        entries = max(1, (self.arena_bytes + self._lower_bytes) // INDEX_BYTES_PER_ENTRY_OF_TIER)
-        wanted = _native.Index.table_bytes_for(entries, self.arena_bytes, self.unit_bytes)
         if index_bytes is None:
-            return wanted
+            return self._table_bytes_for(BYTES_PER_ENTRY)
         least = _native.Index.table_bytes_for(1, self.arena_bytes, self.unit_bytes)
         if index_bytes < least:
             raise ConfigurationError(
                 f"--index-bytes is {index_bytes}, and a table for an arena of {self.arena_bytes} bytes takes at least "
-                f"{least}; leave the flag out for {wanted}"
+                f"{least}; leave the flag out for {self._table_bytes_for(BYTES_PER_ENTRY)}"
             )
-        while wanted > index_bytes and entries > 1:
-            entries = max(1, entries * 9 // 10)
-            wanted = _native.Index.table_bytes_for(entries, self.arena_bytes, self.unit_bytes)
-        return wanted
+        return min(index_bytes, self._table_bytes_for(_native.SLOT_ALIGNMENT))
 
     def _prefault(self, announce: Callable[[int], None]) -> None:
         ready = 0
@@ -154,9 +166,11 @@ def require_memory(arena_bytes: int, table_bytes: int, limits: list[MemoryLimit]
     """ConfigurationError, naming both numbers, when some limit can never hold arena and table."""
     for limit in limits:
         if arena_bytes + table_bytes > limit.total_bytes:
+            ask_less = "--cpu-bytes" if arena_bytes > table_bytes else "--fs-bytes (or --index-bytes)"
             raise ConfigurationError(
-                f"--cpu-bytes asks for an arena of {arena_bytes} bytes (and {table_bytes} for its table), and "
-                f"{limit.owner} has {limit.total_bytes} bytes of memory; ask for less"
+                f"--cpu-bytes asks for an arena of {arena_bytes} bytes, the table of all tiers' chunks takes "
+                f"{table_bytes} bytes, and {limit.owner} has {limit.total_bytes} bytes of memory; "
+                f"ask for less {ask_less}"
             )
 
 

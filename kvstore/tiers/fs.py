@@ -28,7 +28,7 @@ What if something dies
                     corruption.
     the disk        A failed write is tried once more in another slot, then dropped, and the tier is sick: stores are
                     refused but for a trial now and then. Failed reads cost their chunk, three in a row make reads sick.
-    LMDB            The file is dropped and written anew from the catalog (Journal).
+    LMDB            The file is dropped and written anew from the catalog (Journal), as it is after a rebuild.
 
 Bounds: `queue_max` writes and as many reads are waiting or running, more are refused; a request waits `io_deadline_ms`.
 """

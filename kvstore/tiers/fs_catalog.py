@@ -302,6 +302,7 @@ class Catalog:
         size_class = slab.size_class
         size_class.with_free.pop(slab, None)
         slab.free.clear()
+        slab.quarantined.clear()
         if slab in size_class.fresh:
             size_class.fresh.remove(slab)
         size_class.slabs.remove(slab)
@@ -387,7 +388,7 @@ class Catalog:
     def hold(
         self, chunk: ChunkId, place: Place, sequence: int, payload_bytes: int, *, proven: bool, tick: int | None = None
     ) -> Entry:
-        """The taken slot holds the chunk from now on. `tick`: as of an earlier run; chunks then come oldest first."""
+        """The taken slot holds the chunk from now on. `tick`: as of an earlier run; `put_in_order` must follow."""
         assert chunk not in self.entries, f"{chunk} held twice"
         if tick is None:
             tick = self._next_tick()
@@ -441,6 +442,15 @@ class Catalog:
         for watcher in self.watchers:
             watcher(entry, False)
         return entry.place
+
+    def put_in_order(self) -> None:
+        """By their ticks, after chunks came in another order."""
+        for size_class in self.classes.values():
+            size_class.end = _end()
+        for tenant in self.tenants.values():
+            tenant.end = _end()
+        for entry in sorted(self.entries.values(), key=lambda entry: entry.tick):
+            _link(entry, entry.place.slab.size_class.end, self.tenants[entry.chunk.tenant].end)
 
     def touch(self, entry: Entry) -> None:
         entry.tick = self._next_tick()

@@ -67,9 +67,17 @@ class Opening:
             match json.loads(raw):
                 case {"opening": str(opening), "boot_id": str(boot_id), "clean": bool(clean)}:
                     return cls(bytes.fromhex(opening), boot_id, clean)
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
         return None
+
+
+# What comes of a small file that an operator may have damaged, or made another user's.
+_NOT_READ = (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError)
+
+
+def _damage(error: Exception) -> str:
+    return f"it cannot be read ({error.strerror})" if isinstance(error, OSError) else "it is damaged"
 
 
 def boot_id() -> str:
@@ -276,7 +284,13 @@ class FsDirectory:
         os.fsync(self._fd)
 
     def _load_tenant_key(self) -> None:
-        key = self.read_small(fs_paths.TENANT_KEY)
+        try:
+            key = self.read_small(fs_paths.TENANT_KEY)
+        except OSError as error:
+            raise DirectoryUnusable(
+                f"{self.path / fs_paths.TENANT_KEY} cannot be read ({error.strerror}), and without it every chunk "
+                f"there is lost; make it readable for this user (uid {os.getuid()})"
+            ) from error
         if key is None or len(key) != TENANT_KEY_BYTES:
             if any(fs_paths.slab_number(name) is not None for name in self._names()):
                 log.warning("%s: the tenant key is lost or damaged; every chunk here is removed", self.path)
@@ -286,7 +300,12 @@ class FsDirectory:
         self.directory_id = blake2b(key, digest_size=16, person=b"kvstore-fs-dir").digest()
 
     def opening(self) -> Opening | None:
-        raw = self.read_small(fs_paths.STATE)
+        """None: unknown, so the index is not to be trusted."""
+        try:
+            raw = self.read_small(fs_paths.STATE)
+        except OSError as error:
+            log.warning("%s: %s cannot be read: %s", self.path, fs_paths.STATE, error.strerror)
+            return None
         return Opening.decode(raw) if raw is not None else None
 
     def namespaces(self) -> dict[bytes, str]:
@@ -335,18 +354,16 @@ class FsDirectory:
         self._unlink(fs_paths.namespace(namespace_id))
 
     def quotas(self) -> dict[str, dict[str, int]]:
-        """Bytes by tenant id (hex) and tier; a damaged file is none."""
-        raw = self.read_small(fs_paths.QUOTAS)
-        if raw is None:
-            return {}
+        """Bytes by tenant id (hex) and tier; a damaged file, or one that cannot be read, is none."""
         try:
-            document = json.loads(raw)
+            raw = self.read_small(fs_paths.QUOTAS)
+            document = {} if raw is None else json.loads(raw)
             return {
                 str(tenant): {str(tier): int(nbytes) for tier, nbytes in tiers.items()}
                 for tenant, tiers in document.items()
             }
-        except (ValueError, AttributeError, TypeError):
-            log.error("%s: %s is damaged; no quota holds until it is set again", self.path, fs_paths.QUOTAS)
+        except _NOT_READ as error:
+            log.error("%s: %s: %s; no quota holds until it is set again", self.path, fs_paths.QUOTAS, _damage(error))
             return {}
 
     def keep_quotas(self, quotas: dict[str, dict[str, int]], bytes_max: int) -> None:
@@ -357,16 +374,17 @@ class FsDirectory:
         self.write_small(fs_paths.QUOTAS, content)
 
     def learned(self) -> dict[str, dict[str, str]]:
-        """Documents by kind of engine and name; a damaged file is none."""
-        raw = self.read_small(fs_paths.LEARNED)
+        """Documents by kind of engine and name; a damaged file, or one that cannot be read, is none."""
         try:
+            raw = self.read_small(fs_paths.LEARNED)
             document = {} if raw is None else json.loads(raw)
+            json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair fits no message
             return {
                 str(kind): {str(name): str(text) for name, text in documents.items()}
                 for kind, documents in document.items()
             }
-        except (ValueError, AttributeError, TypeError):
-            log.warning("%s: %s is damaged; engines learn their speed anew", self.path, fs_paths.LEARNED)
+        except _NOT_READ as error:
+            log.warning("%s: %s: %s; engines learn their speed anew", self.path, fs_paths.LEARNED, _damage(error))
             return {}
 
     def keep_learned(self, learned: dict[str, dict[str, str]], bytes_max: int) -> None:
@@ -415,6 +433,8 @@ class FsDirectory:
 
     def slabs(self) -> Iterator[SlabFile]:
         """Opens each one that is whole and ours; the others are removed, and the log says why. Lowest number first."""
+        while self._unforgotten:  # by a start that failed: what is there counts again
+            os.close(self._unforgotten.pop()[0])
         for name in sorted(self._names()):
             number = fs_paths.slab_number(name)
             if number is None:
@@ -498,8 +518,10 @@ class FsDirectory:
         """`header` has an epoch of its own, so that a slab which comes back after a power cut holds nothing."""
         self.forget_slab(fd, header)
         self._step("slab forgotten")
-        self._unlink(fs_paths.slab(header.slab))
-        os.close(fd)
+        try:
+            self._unlink(fs_paths.slab(header.slab))
+        finally:
+            os.close(fd)
 
     def settle(self) -> None:
         """Tries again to forget the slabs that could not be: until then no removal lasts. OSError."""
@@ -592,7 +614,7 @@ def _close_all(*descriptors: int) -> None:
 def _why_unusable(path: Path, error: OSError) -> str:
     match error.errno:
         case errno.ENOENT:
-            return f"{path.parent} does not exist; create it, or choose another --fs-dir"
+            return f"{path} cannot be made in {path.parent}; create it, or choose another --fs-dir"
         case errno.ENOTDIR:
             return f"{path} is not a directory; choose another --fs-dir"
         case errno.EACCES | errno.EPERM:

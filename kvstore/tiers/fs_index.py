@@ -197,6 +197,11 @@ class Index:
             self.abandon()
             raise IndexUnusable(str(error)) from error
 
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk has been written to it."""
+        return self._meta.complete
+
     def _reserve(self, nbytes: int) -> None:
         # Later commits then need no space, and the file takes from the start what is charged for it.
         fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)

@@ -5,7 +5,8 @@ commits at a time: what changes while one runs goes with the next. An eviction o
 (`after_commit`), which is then started at once; stores and touches are committed a little later, many together.
 
 An index that cannot be written is dropped, for none is better than one that lies, and written anew from the catalog, a
-slice at a time between two turns of the loop. It counts as complete only when the last slice is in.
+slice at a time between two turns of the loop. So is one that recovery could not go on with. It counts as complete only
+when the last slice is in: a kill before that costs the next start a look at every header.
 """
 
 import asyncio
@@ -41,7 +42,8 @@ class Journal:
         self._opening = recovered.opening
         self._index = recovered.index  # the worker's
         self._sequence = recovered.sequence
-        self._complete = True  # False from the loss of an index until a new one has everything
+        # False from the loss of an index until a new one has everything.
+        self._complete = recovered.index is not None and recovered.index.complete
         self._failures = 0  # of an index
         self._retry_at_s = math.inf  # when to make a new one; inf: there is one, or it is being made
         self._changes: dict[ChunkId, Record | None] = {}
@@ -52,8 +54,9 @@ class Journal:
         self._timer: asyncio.TimerHandle | None = None
         self._callbacks: list[Callable[[], None]] = []
         if recovered.index is None:
-            self._complete = False
             self._retry_at_s = 0.0
+        elif not self._complete:
+            self._refill(self._failures, self._catalog.walk(REFILL_PER_SLICE))
 
     @property
     def sequence(self) -> int:

@@ -129,7 +129,7 @@ class Reads:
         else:
             self._counters.torn += 1
             log.warning("%s: %s was not written to its end; its chunk is forgotten", self._directory.path, where)
-        self._discard(entry, quarantine=entry.proven)
+        self._discard(entry, damaged=entry.proven)
         return ReadOutcome.DAMAGED
 
     def _went_wrong(self, read: _Read, error: int) -> ReadOutcome:
@@ -154,7 +154,7 @@ class Reads:
             entry.place.slot,
             "the file is cut short" if error == errno.ENODATA else os.strerror(error),
         )
-        self._discard(entry, quarantine=True)
+        self._discard(entry, damaged=True)
         return ReadOutcome.DAMAGED
 
     def _failed(self, reason: str, *, at_once: bool) -> None:
@@ -188,39 +188,28 @@ class Reads:
         self._catalog.touch(entry)
         self._journal.touch(entry)
 
-    def _discard(self, entry: Entry, *, quarantine: bool) -> None:
-        """Forgets a chunk whose bytes are not right. A quarantined slot is not used again in this run."""
+    def _discard(self, entry: Entry, *, damaged: bool) -> None:
+        """Forgets a chunk whose bytes are not right; who still reads it finds it forgotten. Its slot is not used again
+        in this run, unless it was no damage, the header could be zeroed, and nobody reads there then."""
         place = self._catalog.forget(entry)
         self._journal.forget(entry)
-        headers = frozenset({entry.chunk})
+        slab, slot = place
 
-        def zero() -> None:
-            self._directory.zero_slots(place.slab.fd, [place.slot], place.slab.slot_bytes)
-
-        def quarantined() -> None:
+        def committed() -> None:
             # With its ghost from the start: a removal that comes meanwhile must know of the header.
-            self._counters.quarantined += 1
-            self._catalog.quarantine(place, headers)
-            self._worker.run(zero, quarantined_and_zeroed)
-
-        def quarantined_and_zeroed(result: Failure | None) -> None:
-            if result is None:
-                place.slab.ghosts.pop(place.slot, None)
-            self._on_room()
+            self._catalog.quarantine(place, frozenset({entry.chunk}))
+            self._counters.quarantined += damaged
+            self._worker.run(lambda: self._directory.zero_slots(slab.fd, [slot], slab.slot_bytes), zeroed)
 
         def zeroed(result: Failure | None) -> None:
-            self._catalog.free(place, headers if result is not None else frozenset())
+            if result is None:
+                slab.ghosts.pop(slot, None)
+                if not damaged and not entry.readers and slot in slab.quarantined:
+                    self._catalog.take(place)
+                    self._catalog.free(place)
             self._on_room()
 
-        def after_readers() -> None:
-            self._journal.after_commit(lambda: self._worker.run(zero, zeroed))
-
-        if quarantine:
-            self._journal.after_commit(quarantined)  # who still reads it finds it forgotten
-        elif entry.readers:
-            self._removals.on_last_reader[entry] = after_readers
-        else:
-            after_readers()
+        self._journal.after_commit(committed)
 
     def read_to_check(self, entry: Entry, memory: Memory, done: ReadDone, released: Released) -> bool:
         if len(self.running) >= self._options.queue_max:

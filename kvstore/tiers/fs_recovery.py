@@ -9,7 +9,8 @@ After an unclean stop, slots that it does not mention may bear headers of stores
 their headers are read and zeroed, so that afterwards a free slot bears none.
 
 A rebuild believes a header when its slab, slot, epoch and size are those of the place where it lies; of several for one
-chunk the highest sequence wins, and the others are zeroed. What it found is not proven until it was read once.
+chunk the highest sequence wins, and the others are zeroed. What it found is not proven until it was read once. What
+cannot be read is zeroed in either case: a later start might be able to, after the chunk was removed.
 """
 
 import logging
@@ -23,12 +24,12 @@ from dataclasses import dataclass, replace
 from kvstore._native import IoPool
 from kvstore.errors import KVStoreError
 from kvstore.tiers import fs_index
-from kvstore.tiers.base import ChunkId
 from kvstore.tiers.fs_catalog import Catalog, Entry, Place, Slab, index_bytes_for
 from kvstore.tiers.fs_directory import FsDirectory, Opening, Step, boot_id
 from kvstore.tiers.fs_format import Damaged, SlotHeader, slot_bytes_for, slot_offset
 from kvstore.tiers.fs_index import Index, IndexUnusable, Meta, Record
 from kvstore.tiers.fs_paths import STATE
+from kvstore.tiers.fs_worker import said
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Cancelled(KVStoreError):
 @dataclass(frozen=True, slots=True)
 class Recovered:
     catalog: Catalog
-    index: Index | None  # None: it could not be written; the tier serves without and tries again
+    index: Index | None  # to be filled if not complete. None: it cannot be written; the tier serves and tries again
     opening: Opening
     sequence: int  # the next write's is higher
     rebuilt: bool
@@ -131,59 +132,68 @@ class Recovery:
     # From headers
 
     def _rebuild(self, catalog: Catalog) -> int:
-        best: dict[ChunkId, tuple[SlotHeader, Place]] = {}
+        """Each chunk is held as soon as its header is here, while others are being read; their order comes last."""
         superseded: list[Place] = []
+        unreadable: list[Place] = []
         sequence = 0
-        for place, header in self._headers(catalog, list(_unheld(catalog))):
-            if header is None or not _belongs(header, place):
+        for place, header in self._headers(catalog, unreadable):
+            if header is None:
                 catalog.free(place)
                 continue
             sequence = max(sequence, header.sequence)
-            other = best.get(header.chunk)
-            if other is None or other[0].sequence < header.sequence:
-                best[header.chunk] = header, place
-                if other is not None:
-                    superseded.append(other[1])
-            else:
-                superseded.append(place)
+            other = catalog.entries.get(header.chunk)
+            if other is not None:
+                if header.sequence < other.sequence:
+                    superseded.append(place)
+                    continue
+                superseded.append(catalog.forget(other))
+            catalog.hold(header.chunk, place, header.sequence, header.payload_bytes, proven=False, tick=header.sequence)
         self.step("headers read")
-        self._zero(catalog, superseded)
-        for header, place in sorted(best.values(), key=lambda found: found[0].sequence):
-            catalog.hold(
-                header.chunk,
-                place,
-                header.sequence,
-                header.payload_bytes,
-                proven=False,
-                tick=header.sequence,
-            )
+        self._zero(catalog, superseded, unreadable)
+        catalog.put_in_order()
         return sequence
 
     def _sweep(self, catalog: Catalog) -> None:
         """Leaves no valid header in a slot that the index does not mention."""
-        leftover = []
-        for place, header in self._headers(catalog, list(_unheld(catalog))):
-            if header is not None and _belongs(header, place):
+        leftover: list[Place] = []
+        unreadable: list[Place] = []
+        for place, header in self._headers(catalog, unreadable):
+            if header is not None:
                 leftover.append(place)
             else:
                 catalog.free(place)
         self.step("leftovers found")
-        self._zero(catalog, leftover)
+        self._zero(catalog, leftover, unreadable)
 
-    def _zero(self, catalog: Catalog, places: list[Place]) -> None:
-        by_slab: dict[Slab, list[int]] = {}
-        for place in places:
-            by_slab.setdefault(place.slab, []).append(place.slot)
-        for slab, slots in by_slab.items():
-            self.directory.zero_slots(slab.fd, slots, slab.slot_bytes)
-        for place in places:
+    def _zero(self, catalog: Catalog, believable: list[Place], unreadable: list[Place]) -> None:
+        """Nobody knows what the unreadable would say at a later start, perhaps after its chunk was removed. So they too
+        are zeroed, but not used again in this run. A slab where that cannot be done is given up with all it holds."""
+        slots: dict[Slab, list[int]] = {}
+        for slab, slot in believable + unreadable:
+            slots.setdefault(slab, []).append(slot)
+        failed: dict[Slab, str] = {}
+        for slab, numbers in slots.items():
+            try:
+                self.directory.zero_slots(slab.fd, numbers, slab.slot_bytes)
+            except OSError as error:
+                failed[slab] = said(error)
+        for place in believable:
             catalog.free(place)
+        for place in unreadable:
+            catalog.quarantine(place)
+        for slab, why in failed.items():
+            log.warning(
+                "%s: headers in slab %d cannot be zeroed (%s); removing it with all that it held",
+                self.directory.path,
+                slab.number,
+                why,
+            )
+            self._remove_slab(catalog, slab)
 
-    def _headers(self, catalog: Catalog, places: list[Place]) -> Iterator[tuple[Place, SlotHeader | None]]:
-        """Each place's header, or None where there is none that is valid. Many reads are in flight.
-
-        What cannot be read is quarantined: nobody knows what it would say.
-        """
+    def _headers(self, catalog: Catalog, unreadable: list[Place]) -> Iterator[tuple[Place, SlotHeader | None]]:
+        """Each place that is not held, with its header, or None where none lies that is to be believed. Many reads are
+        in flight. What cannot be read is added to `unreadable`."""
+        places = list(_unheld(catalog))
         pool = IoPool(SCAN_THREADS, 1)
         try:
             submitted = done = 0
@@ -201,17 +211,18 @@ class Recovery:
                     done += 1
                     place = places[read.request]
                     if read.error:
-                        catalog.quarantine(place)
+                        unreadable.append(place)
                     else:
-                        yield place, _decoded(read.head)
+                        yield place, _header_of(place, read.head)
                 self.progress(done, len(places))
         finally:
             pool.close(timeout_s=1.0)
 
-    # The new index
+    # The index from here on
 
     def _open_index(self, catalog: Catalog, opening: Opening, sequence: int, *, loaded: bool) -> Index | None:
-        """Shrinks to the cap first: what the index takes depends on the slots that are left."""
+        """A new one, where there is none to go on with, is empty: the journal fills it while the tier serves. Shrinks
+        to the cap first: what the index takes depends on the slots that are left."""
         held = len(catalog.entries)
         self._shrink(catalog)
         if held != len(catalog.entries):
@@ -231,21 +242,21 @@ class Recovery:
                 return Index(path, nbytes, meta)
             self.directory.remove_index()
             self.step("index removed")
-            index = Index(path, nbytes, replace(meta, complete=False, chunks=0, payload_bytes=0))
-            index.commit({entry.chunk: record_of(entry) for entry in catalog.entries.values()}, sequence)
-            self.step("index written")
+            return Index(path, nbytes, replace(meta, complete=not catalog.entries, chunks=0, payload_bytes=0))
         except (IndexUnusable, OSError) as error:
             log.warning("%s: the index cannot be written: %s", self.directory.path, error)
             return None
-        return index
 
     def _shrink(self, catalog: Catalog) -> None:
         catalog.index_slot_count = catalog.slot_count
         while (slab := catalog.slab_to_shrink_by()) is not None:
-            catalog.remove_slab(slab)
+            self._remove_slab(catalog, slab)
             catalog.index_slot_count = catalog.slot_count
-            self.directory.remove_slab(slab.fd, slab.next_epoch(self.directory.directory_id))
-            self.step("slab removed")
+
+    def _remove_slab(self, catalog: Catalog, slab: Slab) -> None:
+        catalog.remove_slab(slab)
+        self.directory.remove_slab(slab.fd, slab.next_epoch(self.directory.directory_id))
+        self.step("slab removed")
 
 
 def record_of(entry: Entry) -> Record:
@@ -267,7 +278,7 @@ def _adopt(catalog: Catalog, records: list[Record]) -> None:
             raise IndexUnusable(f"slot {record.slot} of slab {record.slab} holds two chunks")
         seen.add((record.slab, record.slot))
         known.append(record)
-    for record in sorted(known, key=lambda record: record.tick):
+    for record in known:
         catalog.hold(
             record.chunk,
             Place(catalog.slabs[record.slab], record.slot),
@@ -276,6 +287,7 @@ def _adopt(catalog: Catalog, records: list[Record]) -> None:
             proven=record.proven,
             tick=record.tick,
         )
+    catalog.put_in_order()
 
 
 def _unheld(catalog: Catalog) -> Iterator[Place]:
@@ -285,18 +297,12 @@ def _unheld(catalog: Catalog) -> Iterator[Place]:
                 yield Place(slab, slot)
 
 
-def _belongs(header: SlotHeader, place: Place) -> bool:
-    slab, slot = place
-    return (header.slab, header.slot, header.slab_epoch, header.slot_bytes) == (
-        slab.number,
-        slot,
-        slab.epoch,
-        slab.slot_bytes,
-    )
-
-
-def _decoded(block: bytes) -> SlotHeader | None:
+def _header_of(place: Place, block: bytes) -> SlotHeader | None:
+    """What the block says, if that can have been written to this place since the slab was made."""
     try:
-        return SlotHeader.decode(block)
+        header = SlotHeader.decode(block)
     except Damaged:
         return None
+    slab, slot = place
+    of_place = (header.slab, header.slot, header.slab_epoch, header.slot_bytes)
+    return header if of_place == (slab.number, slot, slab.epoch, slab.slot_bytes) else None

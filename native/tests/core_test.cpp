@@ -221,11 +221,12 @@ void an_index_is_sound_after_random_calls(Rule rule) {
     index.set_prefaulted(arena_bytes);
     std::vector<std::pair<std::uint64_t, Ref>> granted;
     std::vector<Ref> stored;
+    std::vector<Ref> reading;
     Removal removal;
     bool removal_done = true;
     for (int step = 0; step < 10'000; ++step) {
         const std::uint64_t group = random_word() % 3;
-        switch (random_word() % 7) {
+        switch (random_word() % 8) {
             case 0:
             case 1:
                 for (const Ref& ref : index.grant(group, (1 + random_word() % 3) * 4 * KIB, random_word() % 4)) {
@@ -260,6 +261,17 @@ void an_index_is_sound_after_random_calls(Rule rule) {
                 index.chunks(next, {}, 20, 10);
                 break;
             }
+            case 7:  // the daemon reads a slot, which may lose its chunk to a removal meanwhile
+                if (!stored.empty() && reading.size() < 8) {
+                    const Ref ref = stored[random_word() % stored.size()];
+                    if (index.begin_io(ref)) reading.push_back(ref);
+                }
+                if (!reading.empty() && random_word() % 2 == 0) {
+                    std::swap(reading[random_word() % reading.size()], reading.back());
+                    index.end_io(reading.back());
+                    reading.pop_back();
+                }
+                break;
         }
         if (step % 50 == 0) {
             for (const std::string& problem : index.problems()) std::fprintf(stderr, "%s\n", problem.c_str());

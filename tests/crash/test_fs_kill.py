@@ -50,7 +50,6 @@ EVERY_START = [
     "slab forgotten",
     "slab removed",
     "index removed",
-    "index written",
 ]
 STARTS = [
     *((point, "by its index") for point in [*EVERY_START, "index checked", "leftovers found", "slot zeroed"]),
@@ -166,6 +165,16 @@ def test_killed_while_it_starts(tmp_path: Path, point: str, how: str) -> None:
         (path / fs_paths.INDEX).unlink()
     assert "ready" not in until_dead(child(path, cap=SMALL_CAP, point=point)), f"{point!r} was not passed"
     assert asyncio.run(look(path, SMALL_CAP, expected=set(), removed=gone_at_the_end(lines))) > 0
+
+
+def test_killed_before_its_new_index_has_everything(tmp_path: Path) -> None:
+    path = tmp_path / "fs"
+    lines = until_dead(child(path, point="committed", count=150))
+    expected = set(committed(path))
+    (path / fs_paths.INDEX).unlink()
+    assert "ready" in until_dead(child(path, point="committing"))
+    removed = gone_at_the_end(lines)
+    assert asyncio.run(look(path, CAP, expected=expected, removed=removed, rebuilt=True)) >= len(expected)
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_KILLS))

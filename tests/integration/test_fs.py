@@ -3,9 +3,11 @@ way when its disk is full or gone."""
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -19,8 +21,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from kvstore import admin
+from kvstore import client as client_module
 from kvstore.cli import app
 from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
+from kvstore.errors import Unavailable
 from kvstore.testing import Daemon, running_daemon, start_daemon
 from kvstore.tiers.fs_format import slot_bytes_for
 from tests.hanging_disk import HangingDisk
@@ -503,6 +507,31 @@ def test_chunks_on_disk_have_ages_that_outlive_the_daemon_and_can_be_evicted_by_
         assert (gone["evicted_chunks"], fs_tier(daemon)["chunks"]) == (90, 10)
 
 
+def test_a_get_ends_with_its_own_time_and_only_the_clients_time_out_makes_a_hung_daemon_unavailable(
+    fs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "HEARTBEAT_STALE_MS", math.inf)  # as in the first moments, when nobody knows yet
+    with (
+        running_daemon(arguments=fs_flags(fs_dir)) as daemon,
+        client_of(daemon, timeout_s=WAIT_S) as client,
+        client_of(daemon, timeout_s=1.0) as impatient,
+    ):
+        client.put("salt", CHUNKS)
+        wait_for_disk(daemon, len(KEYS))
+        admin.remove(daemon.endpoint, admin.selection(tier="cpu"))
+        wait_for_lookup(client, KEYS, Lookup.FS)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            assert client.get("salt", KEYS[:3], timeout_s=0.2) == [None] * 3
+            buffers = {name: bytearray(CHUNK_BYTES) for name in KEYS[:3]}
+            assert client.get_into("salt", buffers, timeout_s=0.2) == dict.fromkeys(buffers, Miss())
+            with pytest.raises(Unavailable):
+                impatient.get("salt", KEYS[:3], timeout_s=WAIT_S)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert client.get("salt", KEYS[:3], timeout_s=WAIT_S) == PAYLOADS[:3]
+
+
 def test_a_disk_that_hangs_costs_what_is_on_it_and_nobody_else_a_thing(fs_dir: Path, tmp_path: Path) -> None:
     disk = HangingDisk(tmp_path)
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
@@ -529,3 +558,15 @@ def test_a_disk_that_hangs_costs_what_is_on_it_and_nobody_else_a_thing(fs_dir: P
         eventually(lambda: daemon.tier()["granted_bytes"] == 0, "the reads are back")
         eventually(lambda: client.get("salt", KEYS, timeout_s=1.0) == PAYLOADS, "everything is served again")
         assert fs_tier(daemon)["corruptions"] == 0
+
+
+def test_a_clear_takes_what_is_just_being_written_to_disk(fs_dir: Path) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        for _ in range(4):
+            client.put("salt", CHUNKS)
+            assert admin.remove(daemon.endpoint, admin.selection())["skipped_pinned"] == 0
+            assert set(client.lookup("salt", KEYS)) == {Lookup.MISS}
+        assert daemon.stats()["problems"] == []
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon:
+        wait_until_warm(daemon)
+        assert (fs_tier(daemon)["chunks"], daemon.tier()["chunks"]) == (0, 0)

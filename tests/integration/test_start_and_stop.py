@@ -98,6 +98,8 @@ def test_sockets_are_for_their_owner_only(runtime_dir: Path) -> None:
         ({"cpu_bytes": "1000TiB"}, rf"an arena of {1000 << 40} bytes"),
         ({"cpu_bytes": "1000TiB"}, "bytes of memory; ask for less"),
         ({"hash_seed": None, "environment": {"PYTHONHASHSEED": "random"}}, "PYTHONHASHSEED is 'random'"),
+        ({"hash_seed": "abc"}, "PYTHONHASHSEED is 'abc', with which no Python starts"),
+        ({"hash_seed": "4294967296"}, "PYTHONHASHSEED is '4294967296', with which no Python starts"),
         ({"arguments": ["--index-bytes", "1"]}, "--index-bytes is 1, and a table for an arena of 67108864 bytes takes"),
         ({"arguments": ["--write-policy", "write_through"]}, "of the filesystem tier"),
         ({"arguments": ["--no-such-option", "1"]}, "No such option"),
@@ -208,3 +210,54 @@ def test_the_kvstored_command_is_installed() -> None:
 
 def _path_of_python() -> dict[str, str]:
     return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "200"}
+
+
+def test_the_log_and_stats_say_which_settings_hold_and_what_set_them_but_not_the_seed(runtime_dir: Path) -> None:
+    seed = "4109286375"
+    with running_daemon(runtime_dir=runtime_dir, cpu_bytes="8MiB", hash_seed=seed) as daemon:
+        found = daemon.stats()["config"]
+        assert isinstance(found, dict)
+        assert found["cpu_bytes"] == {"value": 8 << 20, "source": "--cpu-bytes"}
+        assert found["metrics_listen"] == {"value": "off", "source": "--metrics-listen"}
+        assert found["eviction_policy"] == {"value": "adaptive", "source": ""}
+        assert "hash_seed" not in found
+        [line] = [line for line in daemon.log().splitlines() if "settings: " in line]
+        assert f"cpu_bytes={8 << 20} (--cpu-bytes)" in line
+        assert 'eviction_policy="adaptive",' in line
+        assert seed not in daemon.log()
+
+
+@pytest.mark.parametrize("arguments", [["kvstore", "stats"], ["kvstore", "stats", "--json"]])
+def test_an_output_that_cannot_be_written_is_one_line(daemon: Daemon, arguments: list[str]) -> None:
+    command = [Path(sys.executable).parent / arguments[0], *arguments[1:], "--endpoint", daemon.endpoint]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=WAIT_S)
+    assert done.returncode == 1
+    assert done.stderr == "kvstore: the output cannot be written (No space left on device)\n"
+
+
+def test_kvstored_shows_its_own_usage() -> None:
+    command = [Path(sys.executable).parent / "kvstored", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S)
+    assert "Usage: kvstored [OPTIONS]" in done.stdout
+
+
+@pytest.mark.parametrize(("chunk_bytes", "warned"), [(4096, True), (64 << 10, False)])
+def test_chunks_too_small_for_the_table_are_said(chunk_bytes: int, warned: bool) -> None:
+    with running_daemon(cpu_bytes=16 << 20) as daemon, client_of(daemon, chunk_bytes=chunk_bytes) as client:
+        chunks = [number.to_bytes(16) for number in range((16 << 20) // chunk_bytes)]
+        client.put(None, dict.fromkeys(chunks, bytes(chunk_bytes)))
+        log = daemon.log()
+        said = f"chunks in slots of {chunk_bytes} bytes: the table has room for"
+        assert (said in log) is warned
+        whole = daemon.tier()["chunks"] == len(chunks)
+    assert whole is not warned
+    if warned:  # and what it says to give is enough
+        nbytes = log.partition("start the daemon with --index-bytes ")[2].split()[0]
+        with (
+            running_daemon(cpu_bytes=16 << 20, arguments=["--index-bytes", nbytes]) as daemon,
+            client_of(daemon, chunk_bytes=chunk_bytes) as client,
+        ):
+            client.put(None, dict.fromkeys(chunks, bytes(chunk_bytes)))
+            assert daemon.tier()["chunks"] > 0.99 * len(chunks)  # some few find no place where they could lie
+            assert said not in daemon.log()

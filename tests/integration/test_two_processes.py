@@ -148,7 +148,7 @@ def test_slots_for_the_next_put_come_with_the_outcomes_of_this_one_and_end_with_
         steps = connection._steps
         assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
         assert steps.grants_free() == 0  # this may have been the only one
-        steps.keep_grants(keep=True)  # so that the clock has no say in this
+        steps.keep_grants([1 << 30])  # so that the clock has no say in this
         connection._put_ended_s = math.inf
         assert client.put("s", {key(name): payload(name) for name in range(2, 7)}) == dict.fromkeys(
             map(key, range(2, 7)), Stored()
@@ -163,7 +163,7 @@ def test_slots_for_the_next_put_come_with_the_outcomes_of_this_one_and_end_with_
         assert admin.remove(daemon.endpoint, admin.selection())["evicted_chunks"] == 9
         assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
         assert client.get("s", [key(1)]) == [payload(1)]
-        steps.keep_grants(keep=False)
+        steps.keep_grants([])
         eventually(lambda: daemon.tier()["granted_bytes"] == 0, "slots kept for a next put go back")
 
 

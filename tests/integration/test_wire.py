@@ -453,3 +453,15 @@ def test_a_wrong_endpoint_exits_2() -> None:
     done = kvstore("stats", "--endpoint", "tcp://x:1", "--json")
     assert done.returncode == 2
     assert json.loads(done.stdout)["error"]["kind"] == "ConfigurationError"
+
+
+def test_many_bad_connections_are_few_lines_of_the_log(daemon: Daemon) -> None:
+    for _ in range(200):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(WAIT_S)
+            sock.connect(str(daemon.runtime_dir / "arena.sock"))
+            sock.send(b"garbage")
+            while sock.recv(4096):
+                pass
+    told = daemon.log().count("sent something on arena.sock, that is no goodbye")
+    assert 0 < told <= 100

@@ -11,6 +11,7 @@ layers that keep a state, DRAFT a draft model's. Pages of later groups are large
 import functools
 import hashlib
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerCon
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -39,13 +41,14 @@ from connector.layout import ChunkLayout, LayerPages
 from connector.requests import Attached
 from connector.transfer import HostTransfer, Mapped, Region
 from connector.worker import WorkerHalf
-from tests.unit.connector_fakes import FakeCopier, FakeDaemon, FakeLink, FakeSession, FakeSteps
+from tests.unit.connector_fakes import FakeCopier, FakeDaemon, FakeLink, FakeSession, FakeSteps, FakeTable
 
 BLOCK_TOKENS = 4
 PAGE_BYTES = 32
 LAYERS = 2
 SLOT_BYTES = 4096
 POISON = 0xA5
+IN_PART = 0x77  # what a block of which some tokens are computed is full of
 SEED = "0"
 STATE = 0  # for a window: only the state after the last token is ever read
 DRAFT = 1 << 20  # full attention of a draft model (EAGLE, MTP): a window that nothing is behind
@@ -117,7 +120,8 @@ needs_states = pytest.mark.skipif(not compat.hands_over_states(), reason="engine
 
 
 class PretendEngine:
-    """`daemon`: what it is attached to, or None. `copier`: run by the caller, or by vLLM's waits."""
+    """`daemon`: what it is attached to, or None. `copier`: run by the caller, or by vLLM's waits. `batches`: in flight
+    at a time, as with pipeline stages: a step's output is taken in when so many have been scheduled."""
 
     def __init__(
         self,
@@ -128,9 +132,11 @@ class PretendEngine:
         windows: Sequence[int | None] = (None,),
         extra: dict[str, object] | None = None,
         prefix_caching: bool = True,
+        batches: int = 1,
         **transfer: object,
     ) -> None:
         self.slots = slots
+        self.batches = batches
         self.windows = windows
         self.blocks_per_chunk = blocks_per_chunk
         config = vllm_config({"blocks_per_chunk": blocks_per_chunk, **(extra or {})}, **transfer)
@@ -146,6 +152,8 @@ class PretendEngine:
             block_size=BLOCK_TOKENS,
             log_stats=True,
         )
+        # As vLLM does for engines with more than one batch in flight.
+        self.scheduler.defer_block_free = batches > 1 and config.kv_transfer_config.is_kv_consumer
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.connector = self.scheduler.connector
@@ -168,6 +176,7 @@ class PretendEngine:
         self.worker.worker = WorkerHalf(self.worker_link, self.transfer)
 
         self.failed = False
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.weights = 0
         self.before: dict[bytes, bytes] = {}  # block hash -> the one before it
         self.requests: dict[str, Request] = {}
@@ -192,15 +201,17 @@ class PretendEngine:
         self.daemon = daemon
         session = FakeSession(daemon)
         arena = SimpleNamespace(address=self.arena.ctypes.data, nbytes=self.arena.nbytes)
-        self.worker_link.current = self.transfer.map(daemon.instance_id, session.table, arena)
+        self.worker_link.current = self.transfer.map(daemon.instance_id, FakeTable(daemon), arena)
         self.link.current = Attached(session, FakeSteps(daemon))
         return daemon
 
     def stop_daemon(self) -> None:
         """As if it had been killed: both links notice, in an order that the caller cannot tell."""
         if self.link.current is not None:
-            self.link.current.steps.broken = True
+            attached: Attached = self.link.current
+            attached.steps.broken = True
             self.link.current = None
+            attached.session.close()
         if self.worker_link.current is not None:
             mapped: Mapped = self.worker_link.current
             self.worker_link.current = None
@@ -237,9 +248,8 @@ class PretendEngine:
         """Another `clock`, `rules` or `admission`, wherever the scheduler half has one."""
         half = self.half
         for name, value in parts.items():
-            owners = [
-                each for each in (half, half.jobs, half._grants, half._loads, half._stores) if hasattr(each, f"_{name}")
-            ]
+            parts_of_half = (half, half.jobs, half._grants, half._loads, half._stores, half._retries)
+            owners = [each for each in parts_of_half if hasattr(each, f"_{name}")]
             assert owners, f"nothing has a {name}"
             for owner in owners:
                 setattr(owner, f"_{name}", value)
@@ -266,9 +276,12 @@ class PretendEngine:
         self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def can_reset(self) -> bool:
-        """vLLM refuses it while loads run, also those of requests that were aborted meanwhile."""
+        """vLLM refuses it while loads run, also those of requests that were aborted meanwhile, and while one that has
+        been loaded waits to go on."""
         return not any(
-            request.is_finished() or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            request.is_finished()
+            or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            or (request.status != RequestStatus.RUNNING and request.num_computed_tokens > 0)
             for request in self.scheduler.requests.values()
         )
 
@@ -282,7 +295,12 @@ class PretendEngine:
 
     def step(self) -> None:
         self.failed = True  # until it has not
-        output = self.scheduler.schedule()
+        self.in_flight.append(self._run_model(self.scheduler.schedule()))
+        if len(self.in_flight) == self.batches:
+            self.scheduler.update_from_output(*self.in_flight.popleft())
+        self.failed = False
+
+    def _run_model(self, output: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         metadata = output.kv_connector_metadata
         self.worker.handle_preemptions(metadata)
         if output.total_num_scheduled_tokens:
@@ -290,16 +308,12 @@ class PretendEngine:
         self.worker.start_kv_transfers(metadata)
         sampled = self._sampled(output)
         ids = list(sampled)
-        self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
-                sampled_token_ids=[sampled[req_id] for req_id in ids],
-                kv_connector_output=self._report(metadata, output.finished_req_ids),
-            ),
+        return output, ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
+            sampled_token_ids=[sampled[req_id] for req_id in ids],
+            kv_connector_output=self._report(metadata, output.finished_req_ids),
         )
-        self.failed = False
 
     def _report(self, metadata, finished_req_ids: set[str]) -> KVConnectorOutput:
         """In the order of vLLM's model runner, through the connector's own overrides."""
@@ -331,6 +345,9 @@ class PretendEngine:
             for kind, i, block in self._pages(req_id, computed[req_id] // BLOCK_TOKENS, full):
                 for layer in range(LAYERS):
                     self.memory[kind][block, layer] = self.page(hashes[i], layer, kind)
+            end, rest = divmod(computed[req_id] + scheduled, BLOCK_TOKENS)
+            for kind, _, block in self._pages(req_id, end, end + bool(rest)):
+                self.memory[kind][block] = IN_PART
         for req_id in output.num_scheduled_tokens:
             hashes = self.requests[req_id].block_hashes
             for kind, i, block in self._pages(req_id, 0, computed[req_id] // BLOCK_TOKENS):

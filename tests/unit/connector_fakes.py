@@ -5,6 +5,7 @@
 """
 
 import ctypes
+import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -155,24 +156,36 @@ class FakeDaemon:
 
 
 class FakeTable:
+    """As the real one, closed too. `on_read` is called before each read of what changes."""
+
     def __init__(self, daemon: FakeDaemon) -> None:
         self._daemon = daemon
+        self._closed = False
+        self.on_read: Callable[[], None] = lambda: None
         self.lookups = 0
         self.arena_bytes = 0
         self.unit_bytes = 1 << 20
         self.instance_id = daemon.instance_id
 
+    def close(self) -> None:
+        self._closed = True
+
     def heartbeat_age_ms(self) -> float:
-        return self._daemon.heartbeat_age_ms
+        self.on_read()
+        return math.inf if self._closed else self._daemon.heartbeat_age_ms
 
     def current(self, slots: np.ndarray, generations: np.ndarray) -> bytes:
+        self.on_read()
         return bytes(
-            self._daemon.generations[slot] == generation
+            not self._closed and self._daemon.generations[slot] == generation
             for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True)
         )
 
     def lookup(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]) -> tuple[bytes, np.ndarray, np.ndarray]:
+        self.on_read()
         self.lookups += 1
+        if self._closed:
+            return bytes([MISS]) * len(keys), np.zeros(len(keys), np.uint32), np.zeros(len(keys), np.uint64)
         slots = [self._daemon.stored.get((namespace, tenant, key)) for key in keys]
         return (
             bytes(
@@ -197,6 +210,7 @@ class FakeSession:
 
     def close(self) -> None:
         self.closed = True
+        self.table.close()
 
 
 class FakeSteps:
@@ -212,7 +226,7 @@ class FakeSteps:
         self.group = daemon.group_state()
         self.unsent = False
         self.flushes = 0
-        self.kept = False
+        self.kept: Sequence[int] = ()
         self.closed = False
         self.promotes = self.promotes_answered = 0
         self.told: list[Decision] = []
@@ -246,8 +260,8 @@ class FakeSteps:
             if self.answered:
                 self.answer()
 
-    def keep_grants(self, *, keep: bool) -> None:
-        self.kept = keep
+    def keep_grants(self, counts: Sequence[int]) -> None:
+        self.kept = counts
 
     def return_grants(self) -> None:
         for ref in self.free:
@@ -310,6 +324,7 @@ class FakeSteps:
 
     def tell(self, decision: Decision) -> None:
         self.told.append(decision)
+        self.unsent = True
 
     def ask_learned(self, learning: str) -> None:
         self.learning = learning
@@ -348,6 +363,7 @@ class FakeSteps:
     def probe(self, engine_family: str, hash_algorithm: str, value: bytes) -> None:
         if not self.broken:
             self.daemon.probes.append((engine_family, hash_algorithm, value))
+            self.unsent = True
 
     def fresh_namespace(self) -> None:
         """As the real one: slots granted for the old namespace go back."""
@@ -361,6 +377,7 @@ class FakeSteps:
 
     def flush(self) -> None:
         self.flushes += 1
+        self.unsent = False
 
     def close(self) -> None:
         self.closed = True

@@ -173,16 +173,15 @@ class AdaptiveModel:
         orphans = {key: chunk for key, chunk in leaves.items() if chunk.orphan}
         if orphans:
             return min(orphans, key=lambda key: orphans[key].touched)
-        for untouched_for in (max(1, min(16, len(self.chunks) // 64)), 0):
-            candidates: list[tuple[float, int, bytes]] = []
-            for c in range(CLASSES):
-                ages = sorted(
-                    (chunk.touched, key)
-                    for key, chunk in leaves.items()
-                    if use_class(chunk.uses) == c and self.tick - chunk.touched >= untouched_for
-                )
-                for touched, key in {*ages[:1], *ages[-1:]}:
-                    candidates.append((self.rank[c][bucket(self.tick - touched)], touched, key))
-            if candidates:
-                return min(candidates)[2]
-        raise AssertionError("every chunk is a parent")
+        window = max(1, min(16, len(self.chunks) // 64))
+        longest_unused = use_class(min(leaves.values(), key=lambda chunk: chunk.touched).uses)
+        candidates: list[tuple[float, int, bytes]] = []
+        for c in range(CLASSES):
+            touches = sorted((chunk.touched, key) for key, chunk in leaves.items() if use_class(chunk.uses) == c)
+            untouched = [(touched, key) for touched, key in touches if self.tick - touched >= window]
+            for touched, key in {*touches[:1], *touches[-1:], *untouched[-1:]}:
+                rank = self.rank[c][bucket(self.tick - touched)]
+                rank *= 1 if self.tick - touched >= window else 2
+                rank *= 0.75 if c == longest_unused else 1
+                candidates.append((rank, touched, key))
+        return min(candidates)[2]

@@ -402,6 +402,7 @@ def scheduled(
         num_scheduled_tokens={name: end - first for name, first, end in new}
         | {name: end - first for name, first, end, _ in cached},
         preempted_req_ids=preempted,
+        finished_req_ids=(),
     )
 
 

@@ -15,13 +15,16 @@ def test_answers_are_stored_by_default_and_the_canonical_layout_is_on():
         "spec_module_path": SPEC_MODULE_PATH,
         "canonical_layout": True,
         "offload_prompt_only": False,
-        "self_describing_kv_events": False,
     }
 
 
 def test_what_was_written_for_the_base_class_parses_to_the_same():
     config = ConnectorConfig.parse({**ENDPOINT, "offload_prompt_only": True})
     assert ConnectorConfig.parse({**ENDPOINT, **config.for_base_class()}) == config
+
+
+def test_that_no_events_are_wanted_may_be_said():
+    assert ConnectorConfig.parse({**ENDPOINT, "self_describing_kv_events": False}) == ConnectorConfig.parse(ENDPOINT)
 
 
 def test_without_an_endpoint_the_daemons_own_default_is_used(monkeypatch):
@@ -40,6 +43,10 @@ def test_without_an_endpoint_the_daemons_own_default_is_used(monkeypatch):
         ({"offload_prompt_only": "yes"}, ["offload_prompt_only='yes'", "true or false"]),
         ({"require_cache_salt": 1}, ["require_cache_salt=1", "true or false"]),
         ({"canonical_layout": False}, ["canonical_layout=False", "leave the key out"]),
+        (
+            {"self_describing_kv_events": True},
+            ["self_describing_kv_events=True", "emits no KV events", "leave the key"],
+        ),
         ({"sync_load_budget_bytes": 1 << 20}, ["sync_load_budget_bytes=1048576", "leave the key out"]),
         ({"spec_name": "CPUOffloadingSpec"}, ["'CPUOffloadingSpec'", "leave the key out"]),
         ({"block_size": "256"}, ["block_size='256'", "above 0"]),

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
 from connector import metrics
+from connector.retries import SAID_AFTER_S, SAID_EVERY_S
 from connector.scheduler import STATE_WAIT_S
 from tests.unit.connector_engine import BLOCK_TOKENS, DRAFT, SEED, STATE, PretendEngine, needs_states
 
@@ -71,8 +72,18 @@ def test_a_failed_load_costs_a_recompute_and_its_chunk_is_not_tried_again(positi
     engine.serve("cold", PROMPT, max_tokens=1)
     engine.scheduler.reset_prefix_cache()
     engine.copier.failures.append({position})
+    loads = []
+    prepare = engine.half.jobs.prepare
+
+    def watched(attached, record, keys, places, *, is_store):
+        if not is_store:
+            loads.append(keys)
+        return prepare(attached, record, keys, places, is_store=is_store)
+
+    engine.half.jobs.prepare = watched
     request = engine.serve("warm", PROMPT, max_tokens=1)
     assert request.is_finished()
+    assert [loads[0][position] in keys for keys in loads] == [True] + [False] * (len(loads) - 1)
     assert engine.daemon.failed_loads == 1
     assert engine.metric(metrics.FAILED_LOADS) == 1
     assert not +engine.daemon.leases
@@ -158,6 +169,34 @@ def test_a_model_of_windows_only_is_stored_and_loaded():
     engine.daemon.land()
     engine.run()
     assert engine.daemon.fs_hits > 0
+
+
+def test_that_a_request_waits_for_blocks_after_a_failed_load_is_said_now_and_then(caplog):
+    """vLLM begins none of the loaded requests behind it, which hold all other blocks."""
+    engine, now = mixed_engine(windows=(None, 8), blocks=30, blocks_per_chunk=1), [0.0]
+    engine.use(clock=lambda: now[0])
+    prompts = [[100 * name + i for i in range(28)] for name in range(3)]
+    for name, prompt in enumerate(prompts):
+        engine.serve(f"cold-{name}", prompt, max_tokens=1)
+    engine.scheduler.reset_prefix_cache()
+    requests = [engine.add(f"warm-{name}", prompt, max_tokens=1) for name, prompt in enumerate(prompts)]
+    engine.copier.failures.append({0})
+    for _ in range(3):
+        engine.step()
+    engine.copier.run()
+    for seconds in (0, SAID_AFTER_S - 1, SAID_AFTER_S, SAID_AFTER_S + 1, SAID_AFTER_S + SAID_EVERY_S):
+        now[0] = seconds
+        engine.step()
+        engine.step()
+    assert not any(request.is_finished() for request in requests)
+    said = [record.message for record in caplog.records if record.name == "vllm.connector.retries"]
+    assert [line.split(" for KV")[0] for line in said] == [
+        "kvstore: request warm-0 has waited 10 s",
+        "kvstore: request warm-0 has waited 70 s",
+    ]
+    engine.abort("warm-1")
+    engine.run()
+    assert not engine.half._retries._since_s
 
 
 # ---- states

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
+from connector import link as link_module
 from connector.link import Link
-from kvstore.errors import NamespaceMismatch, SeedMismatch, Unavailable
+from kvstore.errors import NamespaceMismatch, ProtocolError, SeedMismatch, Unavailable
 from kvstore.session import Attachment, Role
 
 BOUND_S = 10.0
@@ -18,11 +19,16 @@ class PretendedSession:
     def __init__(self, on_lost):
         self.on_lost = on_lost
         self.lost = False
+        self.refusal = None
         self.closed = threading.Event()
 
     def lose(self):
         self.lost = True
         self.on_lost()
+
+    def give_up(self, refusal):
+        self.refusal = refusal
+        self.lose()
 
     def close(self):
         self.closed.set()
@@ -101,6 +107,43 @@ def test_a_lost_daemon_is_taken_away_first_then_closed_then_sought_again():
     link.close()
     assert second.closed.is_set()
     assert link.current is None
+
+
+def test_memory_that_can_not_be_unmapped_does_not_keep_the_engine_from_the_next_daemon(caplog):
+    daemons = Daemons("yes")
+    link = daemons.link()
+    link.start()
+    session = daemons.attached.get(timeout=BOUND_S)
+
+    def close():
+        raise BufferError("the arena has 1 views that are in use")
+
+    session.close = close
+    session.lose()
+    assert daemons.attached.get(timeout=BOUND_S) is not session
+    assert "1 views" in caplog.text
+    link.close()
+
+
+def test_an_engine_whose_message_was_refused_attaches_again_later_each_time_and_says_why(caplog, monkeypatch):
+    monkeypatch.setattr(link_module, "REFUSED_PAUSE_S_MIN", 0.001)
+    monkeypatch.setattr(link_module, "REFUSED_PAUSE_S_MAX", 0.004)
+    daemons = Daemons("yes")
+    link = daemons.link()
+    pauses = []
+    pause = link._pause
+    monkeypatch.setattr(link, "_pause", lambda pause_s: (pauses.append(pause_s), pause(pause_s)))
+    link.start()
+    for number in range(4):
+        session = daemons.attached.get(timeout=BOUND_S)
+        session.give_up(ProtocolError(f"reason {number}"))
+        assert session.closed.wait(BOUND_S)
+    daemons.attached.get(timeout=BOUND_S).lose()  # another daemon, with which it may go well
+    daemons.attached.get(timeout=BOUND_S).give_up(ProtocolError("once more"))
+    daemons.attached.get(timeout=BOUND_S)
+    assert pauses == [0.001, 0.002, 0.004, 0.004, 0.001]
+    assert [f"reason {number}" in record.message for number, record in enumerate(caplog.records[:4])] == [True] * 4
+    link.close()
 
 
 def test_a_session_lost_while_it_is_being_attached_is_noticed():

@@ -4,7 +4,7 @@ import logging
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +61,63 @@ def test_a_sleep_mode_that_nobody_here_knows_is_refused(monkeypatch):
     monkeypatch.setattr(config.model_config, "sleep_mode_backend", "checkpoint", raising=False)
     with pytest.raises(ValueError, match="sleep_mode_backend='checkpoint': start it without --enable-sleep-mode"):
         build(config)
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "cache_gb", "served"), [(False, 0, False), (True, 0, True), (False, 4, True)]
+)
+def test_images_that_are_only_numbered_are_refused(monkeypatch, prefix_caching, cache_gb, served):
+    config = vllm_config()
+    config.cache_config.enable_prefix_caching = prefix_caching
+    build(config)  # a model without images
+    multimodal = SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    monkeypatch.setattr(config.model_config, "multimodal_config", multimodal)
+    if served:
+        build(config)
+    else:
+        with pytest.raises(ValueError, match=r"--mm-processor-cache-gb 0 and --no-enable-prefix-caching.* leave one"):
+            build(config)
+
+
+@pytest.mark.parametrize(("pooling", "served"), [("MEAN", False), ("LAST", True)])
+def test_a_model_that_pools_over_all_tokens_is_refused(monkeypatch, pooling, served):
+    config = vllm_config()
+    pooler = SimpleNamespace(seq_pooling_type=pooling, tok_pooling_type=None)
+    monkeypatch.setattr(config.model_config, "pooler_config", pooler)
+    if served:
+        build(config)
+    else:
+        with pytest.raises(ValueError, match="of no use to other requests: it pools over all tokens"):
+            build(config)
+
+
+def test_a_model_whose_tokens_see_those_behind_them_is_refused():
+    [group] = kv_cache_config(8).kv_cache_groups
+    groups = [KVCacheGroupSpec(group.layer_names, replace(group.kv_cache_spec, non_causal=True))]
+    with pytest.raises(ValueError, match="of no use to other requests: it lets a prompt's tokens see"):
+        build(vllm_config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+
+
+def test_a_model_with_windows_of_generated_tokens_is_refused(monkeypatch):
+    config = vllm_config()
+    monkeypatch.setattr(config.model_config.model_arch_config, "architectures", ["UnlimitedOCRForCausalLM"])
+    with pytest.raises(ValueError, match="of no use to other requests: it treats generated tokens otherwise"):
+        build(config)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize(("ours", "trained", "served"), [(True, 256, True), (False, 512, True), (False, 256, False)])
+def test_rotary_frequencies_that_follow_other_requests_are_refused(monkeypatch, kind, ours, trained, served):
+    config = vllm_config()
+    model = config.model_config  # --max-model-len 512
+    rope = {"rope_type": kind, "original_max_position_embeddings": trained}
+    monkeypatch.setattr(model.hf_text_config, "rope_parameters", rope)
+    monkeypatch.setattr(type(model), "using_transformers_backend", lambda _: not ours)
+    if served:
+        build(config)
+    else:
+        with pytest.raises(ValueError, match=r"from the longest request of each step .*--max-model-len, here 512"):
+            build(config)
 
 
 @pytest.mark.parametrize(

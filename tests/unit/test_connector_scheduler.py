@@ -1,9 +1,11 @@
 """The scheduler half under vLLM's real scheduler (see `connector_engine`): what is loaded, stored, refused, counted."""
 
+import itertools
 import logging
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -12,13 +14,15 @@ os.environ.setdefault("PYTHONHASHSEED", "0")
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading_scheduler
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.request import RequestStatus
 
 from connector import metrics
 from connector.requests import Rules
 from connector.stores import STORE_WAIT_S
 from kvstore._native import class_bytes
 from kvstore.limits import GRANTS_IDLE_S, RESERVE_SHARE
-from tests.unit.connector_engine import BLOCK_TOKENS, PretendEngine
+from tests.unit.connector_engine import BLOCK_TOKENS, STATE, PretendEngine, needs_states
+from tests.unit.native_store import NAMESPACE, TENANT, native_store
 
 PROMPT = list(range(41))  # 10 full blocks: 5 chunks of 2
 
@@ -333,6 +337,56 @@ def test_an_engine_without_a_daemon_serves_and_uses_the_next_one(engine):
     assert engine.daemon.hits == 5
 
 
+@pytest.mark.parametrize("windows", [(None,), pytest.param((None, STATE), marks=needs_states)])
+def test_a_daemon_may_die_between_any_two_reads_of_its_table(windows):
+    """The link's thread closes the table whenever the daemon hangs up, and the scheduler's has taken it by then."""
+    engine = PretendEngine(windows=windows, blocks=100, blocks_per_chunk=1, extra={"prefetch_policy": "wait_complete"})
+    reads_before = 0
+    while True:
+        engine.start_daemon(f"daemon-{reads_before}")
+        engine.serve(f"cold-{reads_before}", PROMPT)
+        empty_own_cache(engine)
+        engine.daemon.demote_all()
+        left = itertools.count(reads_before, -1)
+
+        def read(left=left):
+            if next(left) == 0:
+                engine.stop_daemon()
+
+        engine.link.current.session.table.on_read = read
+        request = engine.add(f"warm-{reads_before}", PROMPT + [7] * 20)
+        for _ in range(3):  # until some chunks are asked for, and the request waits
+            engine.step()
+        if engine.daemon is not None:
+            engine.daemon.land()
+        engine.run()
+        assert request.is_finished()
+        if engine.daemon is not None:
+            break
+        empty_own_cache(engine)
+        reads_before += 1
+    assert engine.daemon.fs_hits > 0
+    assert reads_before > 10, "the test proves nothing"
+
+
+def test_the_closed_table_of_these_tests_answers_as_the_real_one(engine):
+    fake = engine.link.current.session.table
+    refs = np.array([0], np.uint32), np.array([1], np.uint64)
+    with native_store() as store:
+        real = store.table()
+        for table in (real, fake):
+            table.close()
+        answers = [
+            (
+                list(map(list, table.lookup(NAMESPACE, TENANT, [b"k" * 16]))),
+                table.current(*refs),
+                table.heartbeat_age_ms(),
+            )
+            for table in (real, fake)
+        ]
+        assert answers[0] == answers[1]
+
+
 # ---- slots
 
 
@@ -394,10 +448,10 @@ def test_slots_that_arrive_while_the_store_waits_are_used(engine):
 def test_slots_are_asked_for_when_a_request_arrives_and_kept_while_it_runs(engine):
     engine.add("cold", PROMPT)
     assert len(engine.daemon.granted) == 5
-    assert engine.steps.kept
+    assert engine.steps.kept == (5,)
     engine.run()
     engine.half.flush()
-    assert not engine.steps.kept
+    assert engine.steps.kept == (0,)
 
 
 @pytest.fixture
@@ -597,6 +651,38 @@ def test_an_idle_engine_goes_on_stepping_while_anything_is_unsent(engine):
     assert not engine.connector.has_pending_push_work()
 
 
+def test_an_engine_without_all_its_workers_becomes_idle(engine):
+    """It has queued the probe by then. An engine that steps for ever cannot be paused or put to sleep."""
+    engine.daemon.complete = False
+    engine.steps.group = engine.daemon.group_state()
+    engine.half._introduced = None
+    engine.serve("unserved", PROMPT)
+    assert engine.daemon.probes
+    assert not engine.daemon.stored
+
+
+def test_an_engine_that_is_refused_while_a_request_runs_becomes_idle(engine):
+    engine.add("running", PROMPT, max_tokens=8)
+    engine.step()
+    engine.daemon.refused = "it hashes otherwise"
+    engine.steps.group = engine.daemon.group_state()
+    told = len(engine.steps.told)
+    engine.run()
+    engine.serve("unserved", PROMPT[::-1])
+    assert len(engine.steps.told) > told
+
+
+def test_a_request_that_was_preempted_and_aborted_at_once_waits_no_more(engine):
+    """Else every later request would be taken for one that has others behind it."""
+    engine.add("gone", PROMPT, max_tokens=9)
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.abort("gone")
+    engine.run()
+    admission = engine.half._admission
+    assert admission.queue.seen_by("next", admission.recompute_model).waiting_count == 0
+
+
 def test_a_record_never_shows_its_salt(engine):
     request = engine.add("salted", PROMPT, salt="secret-of-tenant")
     assert "secret-of-tenant" not in repr(engine.half._records[request.request_id])
@@ -619,3 +705,35 @@ def test_a_chunk_whose_tokens_were_changed_after_its_key_was_noted_is_not_stored
     engine.half.prepare_store = prepare
     job = next(iter(engine.half.jobs.running.values()))
     assert len(job.keys) == 2  # of the three that the step computed
+
+
+def test_a_request_that_ends_without_its_blocks_is_not_stored_from_them():
+    """It is preempted with a step under way, its blocks are another's in the same step, and the step's output ends it.
+    Its store has waited for slots until then."""
+    engine = PretendEngine(blocks=19, blocks_per_chunk=1, batches=2, kv_role="kv_producer")
+    engine.steps.answered = False
+    engine.add("long", [300 + i % 90 for i in range(59)], max_tokens=12)
+    for _ in range(3):
+        engine.step()
+    short = engine.add("short", list(range(11)), max_tokens=2)
+    while not short.is_finished():
+        engine.step()
+    assert short.num_preemptions == 1
+    engine.steps.answered = True
+    engine.steps.answer()
+    engine.run()  # which looks at what is committed
+    assert engine.daemon.stored
+    assert not set(stored_keys(engine)) & set(short.block_hashes)
+
+
+def test_of_a_request_that_fails_before_all_is_computed_no_more_than_that_is_stored():
+    """vLLM counts all of the prompt as computed then; here the end of the last block is not."""
+    engine = PretendEngine(blocks_per_chunk=1)
+    other = engine.add("other", list(range(100, 110)))
+    failing = engine.add("failing", PROMPT)
+    engine.step()
+    assert failing.num_computed_tokens == 14
+    engine.scheduler.finish_requests("failing", RequestStatus.FINISHED_ERROR)
+    engine.run()
+    assert set(stored_keys(engine)) & set(failing.block_hashes) == set(failing.block_hashes[:3])
+    assert other.is_finished()

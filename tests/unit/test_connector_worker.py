@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
 )
 
+from connector import worker as worker_module
 from connector.config import CopyBackend
 from connector.cuda import CudaTransfer, open_copier
 from connector.messages import ChunkSpec, WorkerOutcomes
@@ -31,6 +32,7 @@ from connector.pages import rank_pages
 from connector.transfer import HostTransfer
 from connector.worker import WorkerHalf
 from kvstore._native import POISON
+from kvstore.logs import INTERVAL_S, LINES_MAX
 from tests.unit.connector_fakes import FakeLink
 from tests.unit.fake_cuda import FakeDevice
 from tests.unit.native_store import INSTANCE, native_store
@@ -40,6 +42,15 @@ PAGES = (1000, 520)  # two layers; not multiples of anything
 PER_CHUNK = 3
 CHUNK_BYTES = PER_CHUNK * sum(PAGES)
 GROUP = 1
+
+
+@pytest.fixture(autouse=True)
+def log_clock(monkeypatch):
+    """In seconds; the log is as nobody had written to it."""
+    now = [0.0]
+    monkeypatch.setattr(worker_module.line_limit, "_places", {})
+    monkeypatch.setattr(worker_module.line_limit, "_clock", lambda: now[0])
+    return now
 
 
 def kv_caches(fill):
@@ -328,6 +339,23 @@ def test_an_unexpected_error_ends_the_job_and_not_the_engine(rank, caplog):
     rank.finish(1)
     assert rank.half.take_failed() == {1: {0}}
     assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["no daemon", "an error"])
+def test_a_fault_of_every_job_is_a_few_lines_of_the_log(rank, fault, caplog, log_clock):
+    if fault == "no daemon":
+        rank.link.current = None
+
+    def fail(first, count):
+        for job in range(first, first + count):
+            rank.half.submit_load(job, spec_of([(2**31, 1)]), blocks([0, 1, 2], 0))
+            assert rank.half.get_finished()
+        return len(caplog.records)
+
+    assert fail(0, 500) == LINES_MAX
+    log_clock[0] = INTERVAL_S
+    assert fail(500, 1) == LINES_MAX + 1
+    assert f"{500 - LINES_MAX} more like this" in caplog.records[-1].message
 
 
 # ---- what travels

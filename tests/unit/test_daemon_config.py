@@ -1,5 +1,6 @@
 """Flags over variables over file; every way of being wrong names its source and what to do."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -212,3 +213,31 @@ def test_write_policies() -> None:
         config(fs | {"write_policy": "selective", "write_after_uses": "1"})
     with pytest.raises(ConfigurationError, match="--write-policy is of the filesystem tier"):
         config({"write_policy": "write_through"})
+
+
+def test_effective_settings_say_what_set_them_and_never_the_seed(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text(
+        'n_read_threads = 3\nhash_seed = "777"\nfs_dir = "/d"\nfs_bytes = "1GiB"\nmetrics_listen = "[::1]:9"\n'
+    )
+    environment = {"KVSTORE_ALLOW_UID": "7,5", "KVSTORE_SOCKET_MODE": "0660", "KVSTORE_RUNTIME_DIR": "/r"}
+    settings = {name: (value, source) for name, value, source in config({}, environment, file).settings()}
+    assert settings == {
+        "runtime_dir": ("/r", "KVSTORE_RUNTIME_DIR"),
+        "cpu_bytes": (64 << 20, "--cpu-bytes"),
+        "index_bytes": (None, ""),
+        "fs_dir": ("/d", f"fs_dir in {file}"),
+        "fs_bytes": (1 << 30, f"fs_bytes in {file}"),
+        "write_policy": ("write_through", ""),
+        "write_after_uses": (2, ""),
+        "n_read_threads": (3, f"n_read_threads in {file}"),
+        "n_write_threads": (8, ""),
+        "scrub_bytes_per_s": (None, ""),
+        "require_cache_salt": (False, ""),
+        "eviction_policy": ("adaptive", ""),
+        "metrics_listen": ("[::1]:9", f"metrics_listen in {file}"),
+        "allow_uid": ([5, 7], "KVSTORE_ALLOW_UID"),
+        "socket_mode": ("0660", "KVSTORE_SOCKET_MODE"),
+    }
+    json.dumps(settings)
+    assert "777" not in str(settings)

@@ -111,6 +111,21 @@ def test_in_a_loop_larger_than_the_tier_adaptive_keeps_what_fits_and_lru_nothing
     assert hit_rate("adaptive", 60, chains) > 0.5
 
 
+@pytest.mark.parametrize("requests", [4_000, 4_021, 4_057])
+def test_next_to_go_foresees_what_adaptive_takes_from_the_youngest_end(requests: int) -> None:
+    with native_store(60 * CHUNK, eviction_policy="adaptive", entries=60) as store:
+        for number in range(requests):
+            request(store, [key_of(number % 100)])
+        oldest = resident(store) - {key_of(number % 100) for number in range(requests - 60, requests)}
+        next_to_go = store.index.next_to_go(12 * CHUNK, steps=100, limit=100)
+        assert {row[2] for row in next_to_go} - oldest, "none is from the youngest end"
+        for _, _, key, slot, generation in next_to_go:
+            assert store.index.begin_io(slot, generation)
+            store.index.end_io(slot, generation)
+            store.index.grant(2, CHUNK, 1)
+            assert not store.index.begin_io(slot, generation), f"{key!r} was not the next one"
+
+
 def test_a_scan_drives_out_what_was_used_twice_only_under_lru() -> None:
     generator = random.Random(1)
     fresh = itertools.count(1_000)

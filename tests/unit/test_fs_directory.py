@@ -1,5 +1,6 @@
 """The fs directory: its lock, what makes it unusable, its small files, and other people's files in it."""
 
+import errno
 import logging
 import os
 import stat
@@ -55,7 +56,7 @@ def test_a_directory_that_alone_is_missing_is_made(tmp_path: Path) -> None:
 
 
 def test_a_missing_parent_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="does not exist; create it"):
+    with pytest.raises(ConfigurationError, match=r"cannot be made in .*; create it"):
         FsDirectory.open(tmp_path / "a" / "fs")
     assert list(tmp_path.iterdir()) == []
 
@@ -245,3 +246,49 @@ def test_a_moved_directory_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "away").rename(tmp_path / "fs")
     assert directory.lost() is None
     directory.close()
+
+
+DEEP = b"[" * 200_000
+
+
+@pytest.mark.parametrize(
+    "content", [DEEP, b'{"a": ' + DEEP, b'{"k": {"n": "\\ud800"}}', b'{"\\ud800": {}}', b'{"k": 1}', b"Infinity"]
+)
+def test_nonsense_of_every_kind_is_nothing_learned(directory: FsDirectory, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "fs" / fs_paths.LEARNED).write_bytes(content)
+    assert directory.learned() == {}
+
+
+@pytest.mark.parametrize("content", [DEEP, b'{"a": {"cpu": Infinity}}', b'{"a": {"cpu": NaN}}', b'{"a": {"cpu": [1]}}'])
+def test_nonsense_of_every_kind_is_no_quota(directory: FsDirectory, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "fs" / fs_paths.QUOTAS).write_bytes(content)
+    assert directory.quotas() == {}
+
+
+def test_a_deeply_nested_state_is_none() -> None:
+    assert Opening.decode(DEEP) is None
+
+
+def test_small_files_that_cannot_be_read_are_named_and_cost_what_is_in_them(
+    directory: FsDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: FsDirectory, name: str) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+
+    monkeypatch.setattr(FsDirectory, "read_small", refuse)
+    assert (directory.quotas(), directory.learned(), directory.opening()) == ({}, {}, None)
+    for name in (fs_paths.QUOTAS, fs_paths.LEARNED, fs_paths.STATE):
+        assert any(name in line and "Permission denied" in line for line in caplog.messages)
+
+
+def test_a_tenant_key_that_cannot_be_read_is_named_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FsDirectory.open(tmp_path).close()
+    key = (tmp_path / fs_paths.TENANT_KEY).read_bytes()
+
+    def refuse(_: FsDirectory, name: str) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+
+    monkeypatch.setattr(FsDirectory, "read_small", refuse)
+    with pytest.raises(DirectoryUnusable, match=f"{fs_paths.TENANT_KEY} cannot be read"):
+        FsDirectory.open(tmp_path)
+    assert (tmp_path / fs_paths.TENANT_KEY).read_bytes() == key

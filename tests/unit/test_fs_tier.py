@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from kvstore._native import crc32c
+from kvstore._native import IoPool, crc32c
 from kvstore.tiers import fs, fs_check, fs_journal, fs_paths, fs_recovery, fs_removal, fs_writing
 from kvstore.tiers.base import ChunkId, Memory, ReadOutcome, Removed, Scope, WriteOutcome
 from kvstore.tiers.conformance import Memories, chunk_id, outcome_of
@@ -27,9 +27,21 @@ from kvstore.tiers.fs_catalog import TICKS_ARE_TIMES_FROM, small_files_bytes_for
 from kvstore.tiers.fs_directory import DirectoryInUse, FsDirectory
 from kvstore.tiers.fs_format import BLOCK_BYTES, SlabHeader, SlotHeader, seal, slot_bytes_for, slot_offset
 from kvstore.tiers.fs_index import Index, IndexUnusable
-from tests.fs_support import CAP_BYTES, CHUNK_BYTES, WAIT_S, FsBench, du, fs_bench, options, problems_found, until
+from tests.fs_support import (
+    CAP_BYTES,
+    CHUNK_BYTES,
+    WAIT_S,
+    FsBench,
+    descriptors,
+    du,
+    fs_bench,
+    options,
+    problems_found,
+    until,
+)
 from tests.hanging_memory import HangingMemory
 
+SLOT_BYTES = slot_bytes_for(CHUNK_BYTES)
 Scenario = Callable[[], Awaitable[None]]
 
 
@@ -154,7 +166,7 @@ def test_after_another_boot_without_a_clean_stop_the_headers_decide(
 
 def test_of_two_headers_of_one_chunk_the_higher_sequence_wins_and_the_other_is_zeroed(tmp_path: Path) -> None:
     async def scenario() -> None:
-        opts = options(slab_bytes=10 * slot_bytes_for(CHUNK_BYTES))
+        opts = options(slab_bytes=10 * SLOT_BYTES)
         async with fs_bench(tmp_path, opts) as bench:
             await store(bench, range(3))
             entry = bench.entry(chunk_id(1))
@@ -182,6 +194,175 @@ def test_of_two_headers_of_one_chunk_the_higher_sequence_wins_and_the_other_is_z
             assert old == bytes(BLOCK_BYTES)
             await bench.write(chunk_id(8))
             assert bench.entry(chunk_id(8)).sequence > newer.sequence
+
+    run(scenario)
+
+
+def test_a_rebuild_puts_chunks_in_the_order_in_which_they_were_stored(tmp_path: Path) -> None:
+    """Wherever they lie: here in slots that evictions and removals left."""
+
+    async def scenario() -> None:
+        opts = options(slab_bytes=10 * SLOT_BYTES)
+        async with fs_bench(tmp_path, opts) as bench:
+            await store(bench, range(bench.capacity_chunks))
+            await bench.remove(Scope(chunks=frozenset(map(chunk_id, range(30, 60, 3)))))
+            await store(bench, range(200, 240))
+            stored = [entry.chunk for entry in sorted(bench.tier._catalog.entries.values(), key=lambda e: e.sequence)]
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path, opts) as bench:
+            (size_class,) = bench.tier._catalog.classes.values()
+            assert [entry.chunk for entry in bench.tier._catalog.evictable(size_class)] == stored
+            await store(bench, range(300, 301))
+            assert stored[0] not in bench.held()
+
+    run(scenario)
+
+
+def test_after_a_rebuild_the_tier_serves_while_its_index_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(10))
+        (tmp_path / fs_paths.INDEX).unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(fs_journal, "REFILL_PER_SLICE", 1)
+            patch.setattr(Index, "commit", lambda *_, **__: waits.wait(WAIT_S))
+            async with fs_bench(tmp_path, close_clean=False) as bench:
+                try:
+                    assert await found(bench, range(10)) == list(range(10))
+                    assert bench.tier.stats().unindexed == 10
+                    shutil.copytree(tmp_path, killed)
+                finally:
+                    patch.undo()
+                    waits.set()
+                await until(lambda: bench.tier.stats().unindexed == 0, "the new index to be complete")
+        for path, rebuilt in ((tmp_path, False), (killed, True)):
+            steps: list[str] = []
+            async with fs_bench(path, step=steps.append) as bench:
+                assert ("headers read" in steps) is rebuilt
+                assert await found(bench, range(10)) == list(range(10))
+
+    waits, killed = threading.Event(), tmp_path.with_name("killed")
+    run(scenario)
+
+
+# What cannot be read
+
+
+def unreadable(bench: FsBench, chunk: ChunkId) -> type[IoPool]:
+    """A pool that cannot read the chunk's header, which lies there now."""
+    slab, slot = bench.entry(chunk).place
+    file, offset = fs_paths.slab(slab.number), slot_offset(slot, slab.slot_bytes)
+
+    class Pool(IoPool):
+        bad: int | None = None
+
+        def read_heads(self, first_request: int, fd: int, offsets: Sequence[int]) -> None:
+            if os.readlink(f"/proc/self/fd/{fd}").endswith(file) and offset in offsets:
+                self.bad = first_request + offsets.index(offset)
+            super().read_heads(first_request, fd, offsets)
+
+        def poll(self) -> list[Any]:
+            return [
+                SimpleNamespace(request=done.request, error=errno.EIO) if done.request == self.bad else done
+                for done in super().poll()
+            ]
+
+    return Pool
+
+
+@pytest.mark.parametrize("how", ["by its headers", "by its index"])
+def test_a_header_that_cannot_be_read_at_a_start_is_not_believed_by_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path / "fs", opts) as bench:
+            await store(bench, range(4))
+            slot = bench.entry(chunk_id(1)).place.slot
+            pool = unreadable(bench, chunk_id(1))
+            bench.tier._writes.evict(bench.entry(chunk_id(1)), None)
+            committed = asyncio.Event()
+            bench.tier._journal.after_commit(committed.set)
+            await committed.wait()
+            shutil.copytree(tmp_path / "fs", killed)
+        if how == "by its headers":
+            (killed / fs_paths.INDEX).unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(fs_recovery, "IoPool", pool)
+            async with fs_bench(killed, opts) as bench:
+                (slab,) = bench.tier._catalog.slabs.values()
+                assert slab.quarantined == {slot}
+                assert await bench.remove(Scope(chunks=frozenset({chunk_id(1)}))) == Removed(0, 0)
+        (killed / fs_paths.INDEX).unlink()
+        async with fs_bench(killed) as bench:
+            assert await found(bench, range(4)) == [0, 2, 3]
+
+    opts = options(slab_bytes=10 * SLOT_BYTES)
+    killed = tmp_path / "killed"
+    run(scenario)
+
+
+def test_a_slab_with_a_header_that_can_neither_be_read_nor_zeroed_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def scenario() -> None:
+        opts = options(slab_bytes=10 * SLOT_BYTES)
+        async with fs_bench(tmp_path, opts) as bench:
+            await store(bench, range(20))
+            slabs = {number: bench.entry(chunk_id(number)).place.slab.number for number in range(20)}
+            pool = unreadable(bench, chunk_id(1))
+        (tmp_path / fs_paths.INDEX).unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(fs_recovery, "IoPool", pool)
+            patch.setattr(FsDirectory, "zero_slots", broken)
+            async with fs_bench(tmp_path, opts) as bench:
+                given_up = set(slabs.values()) - bench.tier._catalog.slabs.keys()
+                assert slabs[1] in given_up
+                kept = [number for number in range(20) if slabs[number] not in given_up]
+                assert await found(bench, range(20)) == kept
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path, opts) as bench:
+            assert await found(bench, range(20)) == kept
+
+    run(scenario)
+
+
+def test_a_tier_whose_slab_cannot_be_given_up_either_starts_once_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then what could not be read is readable: nothing has been removed since."""
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(4))
+            pool = unreadable(bench, chunk_id(1))
+        (tmp_path / fs_paths.INDEX).unlink()
+        monkeypatch.setattr(fs, "TICK_S", 0.01)
+        with monkeypatch.context() as patch:
+            patch.setattr(fs_recovery, "IoPool", pool)
+            patch.setattr(FsDirectory, "write_block", broken)
+            async with fs_bench(tmp_path, wait_ready=False) as bench:
+                before = descriptors()
+                await until(lambda: bench.tier.sick is not None, "a start that fails")
+                for _ in range(5):
+                    failed_before = bench.tier._ticks
+                    await until(lambda: bench.tier._ticks > failed_before + 3, "another one")  # noqa: B023
+                assert descriptors() < before + 5
+                patch.setattr(fs_recovery, "IoPool", IoPool)
+                await asyncio.wait_for(bench.tier.ready(), WAIT_S)
+                patch.undo()
+                assert await found(bench, range(4)) == [0, 1, 2, 3]
+                assert await bench.remove(Scope(chunks=frozenset({chunk_id(0)}))) == Removed(1, SLOT_BYTES)
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path) as bench:
+            assert await found(bench, range(4)) == [1, 2, 3]
 
     run(scenario)
 
@@ -388,7 +569,7 @@ def test_a_damaged_slab_file_costs_its_chunks_and_nothing_else(
     tmp_path: Path, damage: Callable[[Path, Path], None], with_index: bool
 ) -> None:
     async def scenario() -> None:
-        async with fs_bench(tmp_path, options(slab_bytes=10 * slot_bytes_for(CHUNK_BYTES))) as bench:
+        async with fs_bench(tmp_path, options(slab_bytes=10 * SLOT_BYTES)) as bench:
             await store(bench, range(40))
             slabs = {number: bench.entry(chunk_id(number)).place.slab.number for number in range(40)}
         damage(tmp_path / fs_paths.slab(1), tmp_path / fs_paths.slab(2))
@@ -1584,15 +1765,47 @@ def test_a_scrub_finds_each_bad_slot_once(tmp_path: Path) -> None:
 
 def test_a_torn_slot_is_dropped_and_is_no_corruption(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with fs_bench(tmp_path) as bench:
+        opts = options(slab_bytes=10 * SLOT_BYTES)
+        async with fs_bench(tmp_path, opts) as bench:
             await store(bench, range(5))
             bench.flip(chunk_id(2), BLOCK_BYTES + CHUNK_BYTES - 1)
         (tmp_path / fs_paths.INDEX).unlink()
-        async with fs_bench(tmp_path) as bench:
+        async with fs_bench(tmp_path, opts) as bench:
             assert await problems_found(bench) == []
             stats = bench.tier.stats()
             assert (stats.torn, stats.corruptions, stats.quarantined) == (1, 0, 0)
             assert await found(bench, range(5)) == [0, 1, 3, 4]
+            (slab,) = bench.tier._catalog.slabs.values()
+            await until(lambda: not slab.taken and not slab.quarantined, "the slot to be free")
+
+    run(scenario)
+
+
+def test_a_removal_covers_a_torn_chunk_that_somebody_still_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(3))
+            bench.flip(chunk_id(1), BLOCK_BYTES + CHUNK_BYTES - 1)
+        (tmp_path / fs_paths.INDEX).unlink()
+        async with fs_bench(tmp_path) as bench:
+            fd, offset = bench.offset(chunk_id(1))
+            returned = bench.tier._reads._returned
+            late: list[tuple[Any, Any]] = []
+
+            def one_at_a_time(read: Any, done: Any) -> None:
+                monkeypatch.setattr(bench.tier._reads, "_returned", lambda *more: late.append(more))
+                returned(read, done)
+
+            monkeypatch.setattr(bench.tier._reads, "_returned", one_at_a_time)
+            reads = [asyncio.ensure_future(bench.read(chunk_id(1), place)) for place in range(2)]
+            await until(lambda: bool(late), "the second read")
+            assert await bench.remove(Scope(tenant=bytes(16))) == Removed(2, 2 * SLOT_BYTES)
+            assert FsDirectory.read_block(fd, offset) == bytes(BLOCK_BYTES)
+            returned(*late[0])
+            outcomes = [(await read)[0] for read in reads]
+            assert sorted(outcomes, key=str) == [ReadOutcome.ABSENT, ReadOutcome.DAMAGED]
 
     run(scenario)
 

@@ -73,8 +73,10 @@ def test_a_container_that_sees_only_its_own_top(tmp_path: Path) -> None:
 
 def test_an_arena_larger_than_a_limit_is_refused_with_both_numbers() -> None:
     limits = [HOST_LIMIT, MemoryLimit("the cgroup /box", 2 * GIB, 2 * GIB)]
-    with pytest.raises(ConfigurationError, match=rf"{3 * GIB} bytes .* the cgroup /box has {2 * GIB} bytes"):
+    with pytest.raises(ConfigurationError, match=rf"{3 * GIB} bytes.* the cgroup /box has {2 * GIB} bytes.*--cpu"):
         require_memory(3 * GIB, 0, limits)
+    with pytest.raises(ConfigurationError, match=rf"takes {3 * GIB} bytes.* ask for less --fs-bytes"):
+        require_memory(GIB, 3 * GIB, limits)
     require_memory(GIB, GIB, limits)
 
 

@@ -3,6 +3,9 @@
 import copy
 import itertools
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
@@ -102,6 +106,70 @@ def test_weights_that_cannot_be_told_are_refused_with_the_name_and_the_fix(tmp_p
         identity.weights_identity(str(tmp_path), None)
 
 
+def _now_ns(folder: Path) -> int:
+    """By the clock of the files there. It is coarse: what changes next has a later time."""
+    beacon = folder / "beacon"
+    beacon.touch()
+    now_ns = beacon.stat().st_ctime_ns
+    while beacon.stat().st_ctime_ns == now_ns:
+        os.utime(beacon)
+    return beacon.stat().st_ctime_ns
+
+
+def _replace_a_file(model: Path) -> None:
+    content = (model / "model.safetensors").read_bytes()
+    (model / "new").write_bytes(content)
+    os.utime(model / "new", (0, 0))  # as rsync does
+    (model / "new").rename(model / "model.safetensors")
+
+
+def _write_in_place(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(os.urandom(100))
+
+
+def _replace_the_folder(model: Path) -> None:
+    model.rename(model.parent / "old")
+    (model.parent / "next").rename(model)
+
+
+@pytest.mark.parametrize("change", [_replace_a_file, _write_in_place, _replace_the_folder])
+def test_weights_that_changed_after_the_engine_began_are_noticed(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    model = weights_folder(tmp_path / "model")
+    weights_folder(tmp_path / "next")
+    began_ns = _now_ns(tmp_path)
+    assert not identity.weights_changed(str(model), None, began_ns)
+    change(model)
+    assert identity.weights_changed(str(model), None, began_ns)
+
+
+def test_a_link_that_led_to_other_weights_is_noticed(tmp_path: Path) -> None:
+    one, other = weights_folder(tmp_path / "step-1"), weights_folder(tmp_path / "step-2")
+    link = tmp_path / "latest"
+    link.symlink_to(one)
+    began_ns = _now_ns(tmp_path)
+    assert not identity.weights_changed(str(link), None, began_ns)
+    (tmp_path / "next").symlink_to(other)
+    (tmp_path / "next").rename(link)
+    assert identity.weights_changed(str(link), None, began_ns)
+
+
+def test_a_model_of_the_hub_has_changed_when_its_name_meant_another_commit(tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--name"
+    began_ns = _now_ns(tmp_path)
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    assert not identity.weights_changed("org/name", None, began_ns, cache_dir=str(tmp_path))  # its first download
+    (repository / "snapshots" / COMMIT[::-1]).mkdir()
+    assert identity.weights_changed("org/name", None, began_ns, cache_dir=str(tmp_path))
+    assert not identity.weights_changed("org/name", COMMIT, began_ns, cache_dir=str(tmp_path))
+    assert not identity.weights_changed(str(snapshot), None, began_ns)
+    assert not identity.weights_changed("org/name", None, _now_ns(tmp_path), cache_dir=str(tmp_path))
+
+
 # ---- seed and probe
 
 
@@ -166,7 +234,15 @@ class EngineConfig:
             disable_sliding_window=False,
             use_mla=False,
             get_total_num_kv_heads=lambda: 2,
+            max_model_len=4096,
+            model_class_overrides={},
+            trust_remote_code=False,
+            code_revision=None,
+            multimodal_config=None,
         )
+        self.attention_config = SimpleNamespace(indexer_kv_dtype="auto")
+        self.instance_id = "one"
+        self.started_ns: int | None = 1 << 62  # after every file here
         self.cache_config = SimpleNamespace(
             block_size=16,
             cache_dtype="auto",
@@ -192,6 +268,7 @@ class EngineConfig:
         )
         self.kv_transfer_config = SimpleNamespace(kv_connector_extra_config={"blocks_per_chunk": 4}, engine_id="e")
         self.kv_events_config = None
+        self.compilation_config = SimpleNamespace(custom_ops=["all"])
         self.load_config = SimpleNamespace(load_format="auto", download_dir=None)
         self.speculative_config: SimpleNamespace | None = None
         self.use_v2_model_runner = False
@@ -204,11 +281,14 @@ class EngineConfig:
         self.tp_free = True
         self.heads = 2
         self.state: dict[str, Any] | None = None  # of a model that keeps one
+        self.spec: dict[str, Any] = {}  # of its attention, beside the rest
 
     def document(self) -> dict[str, object]:
         spec: KVCacheSpec
         if self.state is None:
-            spec = FullAttentionSpec(self.tokens_per_block, num_kv_heads=2, head_size=32, dtype=self.kv_dtype)
+            spec = FullAttentionSpec(
+                self.tokens_per_block, num_kv_heads=2, head_size=32, dtype=self.kv_dtype, **self.spec
+            )
         else:
             spec = MambaSpec(self.tokens_per_block, mamba_cache_mode="align", **self.state)
         kv_cache_config = KVCacheConfig(
@@ -232,6 +312,7 @@ class EngineConfig:
             attention_backend=self.attention_backend,
             tp_lcm_size=self.tp_lcm_size,
             heads=[PageHeads(1, self.heads, 1)] * len(self.layers) if self.tp_free else None,
+            started_ns=self.started_ns,
         )
 
 
@@ -264,6 +345,24 @@ def _speculative(engine: EngineConfig) -> None:
     )
 
 
+def _with_draft(engine: EngineConfig) -> None:
+    draft = copy.deepcopy(engine.model_config)
+    draft.model = str(weights_folder(Path(engine.model_config.model).parent / "draft"))
+    engine.speculative_config = SimpleNamespace(
+        method="draft_model",
+        num_speculative_tokens=3,
+        kv_cache_dtype=None,
+        draft_model_config=draft,
+        draft_load_config=None,
+    )
+
+
+def _kv_quant_mode(engine: EngineConfig) -> None:
+    if not hasattr(kv_cache_interface, "KVQuantMode"):
+        pytest.skip("this vLLM has one mode for each cache dtype")
+    engine.spec["kv_quant_mode"] = kv_cache_interface.KVQuantMode.FP8_PER_TENSOR
+
+
 def _other_weights(engine: EngineConfig) -> None:
     (Path(engine.model_config.model) / "model.safetensors").write_bytes(os.urandom(200))
 
@@ -284,7 +383,16 @@ def _other_weights(engine: EngineConfig) -> None:
         pytest.param(lambda e: setattr(e.model_config.hf_config, "rms_norm_eps", 1e-5), id="any model setting"),
         pytest.param(lambda e: setattr(e.model_config, "dtype", torch.float16), id="model dtype"),
         pytest.param(lambda e: setattr(e.model_config, "quantization", "fp8"), id="quantisation"),
+        pytest.param(
+            lambda e: setattr(e.model_config, "quantization_config", {"group_size": 64}), id="quantisation settings"
+        ),
+        pytest.param(lambda e: e.cache_config.kv_cache_dtype_skip_layers.append("0"), id="unquantised layers"),
+        pytest.param(_kv_quant_mode, id="kv quantisation mode"),
+        pytest.param(lambda e: setattr(e.model_config, "disable_sliding_window", True), id="window disabled"),
+        pytest.param(lambda e: e.spec.update(sliding_window=512), id="the group's window"),
+        pytest.param(lambda e: e.compilation_config.custom_ops.append("-rotary_embedding"), id="custom operations"),
         pytest.param(_speculative, id="speculative"),
+        pytest.param(_with_draft, id="draft model"),
         pytest.param(lambda e: setattr(e, "attention_backend", "CPU_ATTN/amx"), id="attention backend"),
         pytest.param(lambda e: setattr(e.cache_config, "kv_cache_layout", "BLHNC"), id="layout"),
         pytest.param(lambda e: setattr(e, "tp_lcm_size", 2), id="tp_lcm_size"),
@@ -298,6 +406,29 @@ def test_what_changes_the_bytes_or_the_keys_changes_the_namespace(
 ) -> None:
     before = namespace_id(engine.document())
     change(engine)
+    assert namespace_id(engine.document()) != before
+
+
+def test_the_draft_models_weights_are_in_the_namespace(engine: EngineConfig) -> None:
+    _with_draft(engine)
+    assert engine.speculative_config is not None
+    before = namespace_id(engine.document())
+    (Path(engine.speculative_config.draft_model_config.model) / "model.safetensors").write_bytes(os.urandom(200))
+    assert namespace_id(engine.document()) != before
+
+
+def test_operations_are_named_in_no_order_and_once(engine: EngineConfig) -> None:
+    engine.compilation_config.custom_ops = ["all", "-rotary_embedding", "+quant_fp8"]
+    before = namespace_id(engine.document())
+    engine.compilation_config.custom_ops = ["+quant_fp8", "all", "-rotary_embedding", "+quant_fp8"]
+    assert namespace_id(engine.document()) == before
+
+
+def test_dummy_weights_are_of_one_split_each(engine: EngineConfig) -> None:
+    engine.load_config.load_format = "dummy"
+    before = namespace_id(engine.document())
+    assert namespace_id(engine.document()) == before
+    _two_ranks(engine)
     assert namespace_id(engine.document()) != before
 
 
@@ -330,6 +461,126 @@ def test_engines_of_two_tp_sizes_have_two_namespaces_where_it_is_not(engine: Eng
 def _two_ranks(engine: EngineConfig) -> None:
     engine.parallel_config.tensor_parallel_size = 2
     engine.parallel_config.world_size = 2
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_longrope_is_told_apart_by_the_lengths_that_choose_its_factors(engine: EngineConfig, nested: bool) -> None:
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    engine.model_config.hf_config.rope_parameters = {"full_attention": longrope} if nested else longrope
+    seen = []
+    for length in (2048, 4096, 4097, 131072):
+        engine.model_config.max_model_len = length
+        seen.append(namespace_id(engine.document()))
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert seen[1] != seen[2]
+
+
+def test_llama_4_is_told_apart_by_the_length_from_which_its_queries_are_scaled(engine: EngineConfig) -> None:
+    engine.model_config.hf_config.model_type = "llama4_text"
+    engine.model_config.max_model_len = 32768
+    before = namespace_id(engine.document())
+    engine.model_config.max_model_len = 32769
+    assert namespace_id(engine.document()) != before
+
+
+def test_the_longest_request_of_other_models_splits_no_namespace(engine: EngineConfig) -> None:
+    before = namespace_id(engine.document())
+    engine.model_config.max_model_len = 131072
+    assert namespace_id(engine.document()) == before
+
+
+def _file(engine: EngineConfig, name: str) -> None:
+    (Path(engine.model_config.model) / name).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda _, mm: mm.update(mm_processor_kwargs={"max_pixels": 1 << 20}), id="processor kwargs"),
+        pytest.param(lambda _, mm: mm.update(media_io_kwargs={"video": {"num_frames": 8}}), id="frames"),
+        pytest.param(lambda _, mm: mm.update(mm_encoder_attn_dtype="fp8"), id="encoder dtype"),
+        pytest.param(lambda _, mm: mm.update(video_pruning_rate=0.5), id="pruning"),
+        pytest.param(lambda e, _: _file(e, "preprocessor_config.json"), id="image processor"),
+        pytest.param(lambda e, _: _file(e, "video_preprocessor_config.json"), id="video processor"),
+        pytest.param(lambda e, _: _file(e, "processor_config.json"), id="processor"),
+    ],
+)
+def test_what_an_engine_makes_of_an_image_changes_its_namespace(
+    engine: EngineConfig, change: Callable[[EngineConfig, dict[str, Any]], None]
+) -> None:
+    engine.model_config.multimodal_config = SimpleNamespace(mm_processor_kwargs=None, limit_per_prompt={"image": 1})
+    before = namespace_id(engine.document())
+    change(engine, vars(engine.model_config.multimodal_config))
+    assert namespace_id(engine.document()) != before
+
+
+def test_what_only_bounds_images_or_is_of_no_use_to_a_text_model_splits_no_namespace(engine: EngineConfig) -> None:
+    before = namespace_id(engine.document())
+    _file(engine, "preprocessor_config.json")
+    _file(engine, "modeling.py")
+    assert namespace_id(engine.document()) == before
+    engine.model_config.multimodal_config = SimpleNamespace(mm_processor_kwargs=None, limit_per_prompt={"image": 1})
+    before = namespace_id(engine.document())
+    engine.model_config.multimodal_config.limit_per_prompt = {"image": 2}
+    assert namespace_id(engine.document()) == before
+
+
+def test_code_that_comes_with_a_model_is_told_apart_by_its_files(engine: EngineConfig) -> None:
+    engine.model_config.trust_remote_code = True
+    _file(engine, "modeling.py")
+    before = namespace_id(engine.document())
+    (Path(engine.model_config.model) / "modeling.py").write_text("# other")
+    assert namespace_id(engine.document()) != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda e, _: setattr(e.attention_config, "indexer_kv_dtype", "bf16"), id="indexer"),
+        pytest.param(lambda e, _: e.model_config.model_class_overrides.update(A="m:B"), id="class"),
+        pytest.param(lambda _, patch: patch.setenv("VLLM_CPU_INT4_W4A8", "0"), id="activations"),
+    ],
+)
+def test_what_chooses_the_arithmetic_changes_the_namespace(
+    engine: EngineConfig, monkeypatch: pytest.MonkeyPatch, change: Callable[[EngineConfig, Any], None]
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_INT4_W4A8", raising=False)
+    before = namespace_id(engine.document())
+    change(engine, monkeypatch)
+    assert namespace_id(engine.document()) != before
+
+
+def test_an_engine_whose_weights_changed_while_it_started_shares_with_no_other(
+    engine: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = namespace_id(engine.document())
+    engine.started_ns = None  # this process began before the weights were written
+    seen = {before}
+    for engine.instance_id in ("one", "two"):
+        seen.add(namespace_id(engine.document()))
+    assert len(seen) == 3
+    assert "were changed after this process had begun" in caplog.text
+
+
+def test_a_draft_model_that_changed_while_the_engine_started_counts_too(engine: EngineConfig) -> None:
+    engine.started_ns = _now_ns(Path(engine.model_config.model).parent)
+    draft = copy.deepcopy(engine.model_config)
+    draft.model = str(weights_folder(Path(engine.model_config.model).parent / "new draft"))
+    assert "unshared" not in engine.document()
+    engine.speculative_config = SimpleNamespace(
+        method="eagle", num_speculative_tokens=3, kv_cache_dtype=None, draft_model_config=draft, draft_load_config=None
+    )
+    assert engine.document()["unshared"] == "one"
+
+
+def test_a_process_knows_when_it_began() -> None:
+    code = "import sys, time; from connector.identity import process_started_ns; print(process_started_ns())"
+    before_ns = time.time_ns()
+    began_ns = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    tick_ns = 2 * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    assert before_ns - tick_ns <= began_ns <= time.time_ns()
+    assert identity.process_started_ns() < before_ns
 
 
 def test_a_setting_without_a_spelling_of_its_own_is_refused_by_name(engine: EngineConfig) -> None:

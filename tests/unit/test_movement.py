@@ -280,7 +280,7 @@ def test_a_chunk_that_came_back_while_its_old_place_waits_is_written_from_the_ne
     tiers = tiers_of(4 * WRITING_MAX)
     for number in range(WRITING_MAX + 1):
         old = tiers.put(number)
-    removal = tiers.cpu.index.begin_removal(nbytes=CHUNK * (WRITING_MAX + 1))  # those that are written stay
+    removal = tiers.cpu.index.begin_removal(nbytes=CHUNK * (WRITING_MAX + 1))
     assert tiers.cpu.index.remove(removal, 1_000)
     new = tiers.put(WRITING_MAX)
     assert new != old

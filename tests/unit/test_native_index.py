@@ -975,3 +975,33 @@ def test_a_commit_is_refused_where_its_tenant_has_nothing_that_may_go() -> None:
         store.index.set_quota(TENANT, 0)
         assert commit_of(store, TENANT, 5) == _native.QUOTA
         assert store.index.stats()["chunks"] == 2  # what is there is the caller's to remove
+
+
+@pytest.mark.parametrize("nbytes", [None, 4 * CHUNK])
+def test_what_the_daemon_reads_is_removed_at_once_and_its_slot_is_free_when_it_has_been_read(
+    nbytes: int | None,
+) -> None:
+    with native_store(arena_bytes=4 * CHUNK) as store:
+        refs = [store.put(number, parent=key_of(number - 1) if number else b"") for number in range(4)]
+        for ref in (refs[0], refs[1], refs[1], refs[2]):
+            assert store.index.begin_io(*ref)
+        store.index.lease(1, [refs[2]], 1000)
+        removal = store.index.begin_removal(nbytes=nbytes)
+        while not store.index.remove(removal, 1):
+            assert store.index.problems() == []
+        assert (removal.chunks, removal.nbytes, removal.skipped_pinned) == (3, 3 * CHUNK, 1)
+        assert codes(store, 0, 1, 2, 3) == [MISS, MISS, CPU, MISS]
+        assert store.index.problems() == []
+        assert store.index.lease(1, refs[:2], 1000) == [False, False]
+        assert not store.index.begin_io(*refs[0])
+        assert [slot for slot, _ in store.index.grant(2, CHUNK, 4)] == [refs[3][0]]
+        assert store.index.grant(2, 2 * CHUNK, 1) == []  # another class, which would take a whole slab
+        store.index.end_io(*refs[1])
+        assert store.index.grant(2, CHUNK, 1) == []  # it is read twice
+        store.index.end_io(*refs[1])
+        assert [slot for slot, _ in store.index.grant(2, CHUNK, 4)] == [refs[1][0]]
+        store.index.end_io(*refs[0])
+        store.index.end_io(*refs[2])
+        assert store.index.stats()["io_bytes"] == 0
+        assert store.index.problems() == []
+        store.index.end_leases(1)

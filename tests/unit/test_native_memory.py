@@ -2,6 +2,7 @@
 
 import faulthandler
 import fcntl
+import math
 import mmap
 import os
 import stat
@@ -9,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvstore import _native
-from tests.unit.native_store import INDEX_KEY, INSTANCE, KIB, NAMESPACE, TENANT, native_store
+from tests.unit.native_store import INDEX_KEY, INSTANCE, KIB, NAMESPACE, TENANT, key_of, native_store
 
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 SEAL, SHRINK, GROW, FUTURE_WRITE = 1, 2, 4, 16
@@ -191,17 +193,46 @@ def test_the_heartbeats_age_is_the_time_since_it_was_written() -> None:
         assert 0 <= first <= second <= (time.monotonic() - before) * 1000 + 60_000
 
 
-def test_a_closed_table_answers_nothing() -> None:
+def test_in_a_closed_table_nothing_is_found_and_nothing_is_current() -> None:
+    with native_store() as store:
+        slot, generation = store.put(1)
+        refs = np.array([slot], np.uint32), np.array([generation], np.uint64)
+        table = store.table()
+        store.index.heartbeat()
+        assert table.lookup(NAMESPACE, TENANT, [key_of(1)])[0] == bytes([_native.CPU])
+        assert table.current(*refs) == b"\1"
+        table.close()
+        for count in (1, 10_000):  # without and with the interpreter's lock given up
+            codes, slots, generations = table.lookup(NAMESPACE, TENANT, [key_of(1)] * count)
+            assert codes == bytes([_native.MISS]) * count
+            assert (slots.tolist(), generations.tolist()) == ([0] * count, [0] * count)
+        assert table.current(*refs) == b"\0"
+        assert table.heartbeat_age_ms() == math.inf
+        assert (table.ready_bytes, table.arena_bytes, table.instance_id) == (0, store.arena_bytes, INSTANCE)
+        table.close()
+
+
+def test_a_copier_does_not_take_a_closed_table_for_one_in_which_nothing_is_current() -> None:
     with native_store() as store:
         table = store.table()
         table.close()
-        for call in (
-            lambda: table.lookup(NAMESPACE, TENANT, []),
-            lambda: table.current(np.zeros(0, np.uint32), np.zeros(0, np.uint64)),
-            table.heartbeat_age_ms,
-        ):
-            with pytest.raises(ValueError, match="the table is closed"):
-                call()
+        copier = _native.Copier(1)
+        empty = np.zeros(0, np.uint64)
+        with pytest.raises(ValueError, match="the table is closed"):
+            copier.submit(1, empty, empty, empty, table=table, slots=np.zeros(0, np.uint32), generations=empty)
+        copier.close()
+
+
+def test_closing_a_table_unmaps_it() -> None:
+    with native_store() as store:
+        table = store.table()
+        mapped = _maps_of("test-table")
+        table.close()
+        assert _maps_of("test-table") == mapped - 1
+
+
+def _maps_of(name: str) -> int:
+    return sum(f"memfd:{name}" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 @pytest.mark.parametrize(("chunk_bytes", "expected"), [(1, 4096), (4096, 4096), (4097, 8192), (2 << 20, 2 << 20)])

@@ -10,11 +10,12 @@ import pytest
 from kvstore import _native, limits, server
 from kvstore._native import CPU, FS, MISS
 from kvstore.movement import Movement
+from kvstore.namespace import canonical_json, seed_fingerprint
 from kvstore.operations import Operations
 from kvstore.rpc.v1 import admin_pb2, store_pb2
 from kvstore.service import Admin
-from kvstore.store import Store
-from kvstore.tiers.base import ChunkId, Removed, Scope
+from kvstore.store import Session, Store
+from kvstore.tiers.base import ChunkId, Removed, Scope, WriteOutcome
 from kvstore.tiers.cpu import CpuTier
 from tests.unit.native_store import INDEX_KEY, INSTANCE, NAMESPACE, TENANT, key_of
 from tests.unit.test_movement import CHUNK, LowerTier, chunk_of
@@ -236,3 +237,78 @@ def test_the_order_that_a_quota_needs_is_made_though_the_operator_hangs_up(
         assert (place.shown(0), place.shown(1)) == (MISS, CPU)
 
     asyncio.run(scene())
+
+
+def test_a_removal_takes_what_is_being_written_to_disk_and_skips_only_what_is_leased(place: Place) -> None:
+    async def scene() -> None:
+        await place.movement.show_found()
+        for number in range(4):
+            [(slot, generation)] = place.index.grant(GROUP, CHUNK, 1)
+            commit = (slot, generation, TENANT, key_of(number), b"")
+            assert place.index.commit(GROUP, NAMESPACE, [commit], 1_000) == [_native.STORED]
+            place.movement.stored(chunk_of(number), slot, generation, CHUNK)
+        place.index.lease(GROUP, [(slot, generation)], 10_000)
+        assert len(place.fs.writes) == 4
+        removing = place.removal()
+        await turns(lambda: place.fs.removals)
+        while place.fs.writes:
+            place.fs.end_write(WriteOutcome.ABORTED)
+        place.fs.removals.pop()(Removed(0, 0))
+        [cpu, _] = (await removing).by_tier
+        assert (cpu.chunks, cpu.skipped_pinned) == (3, 1)
+        assert [place.shown(number) for number in range(4)] == [MISS, MISS, MISS, CPU]
+        assert place.index.stats()["io_bytes"] == 0
+
+    asyncio.run(scene())
+
+
+def test_a_removal_from_disk_drops_what_waits_to_be_written_there(place: Place) -> None:
+    for number in range(2):  # until the tier is warm they wait
+        [(slot, generation)] = place.index.grant(GROUP, CHUNK, 1)
+        commit = (slot, generation, TENANT, key_of(number), b"")
+        assert place.index.commit(GROUP, NAMESPACE, [commit], 1_000) == [_native.STORED]
+        place.movement.stored(chunk_of(number), slot, generation, CHUNK)
+    place.movement.remove(Scope(chunks=frozenset({chunk_of(0)})), lambda _: None)
+    asyncio.run(place.movement.show_found())
+    assert [chunk for chunk, *_ in place.fs.writes] == [chunk_of(1)]
+    assert place.movement.dropped == 0
+    place.fs.end_write()
+
+
+def client_with_a_grant(place: Place) -> Session:
+    """What it holds outlives its connection, so its group does too."""
+    document = canonical_json({"chunk_bytes": CHUNK, "seed_fingerprint": seed_fingerprint("0").hex()})
+    session = place.store.connect(pid=1, uid=0)
+    kind = store_pb2.Kind(chunk_bytes=CHUNK, namespace_document=document)
+    place.store.attach(
+        session,
+        store_pb2.AttachRequest(
+            role=store_pb2.ROLE_CLIENT, kinds=[kind], seed_fingerprint=seed_fingerprint("0"), seed_shown="0"
+        ),
+    )
+    place.store.step(session, store_pb2.StepRequest(number=1, instance_id=INSTANCE, grants_wanted=[1]), 1_000)
+    assert session.group is not None
+    assert session.group.granted
+    return session
+
+
+def test_leases_end_with_the_last_connection_though_grants_do_not(place: Place) -> None:
+    session = client_with_a_grant(place)
+    assert session.group is not None
+    [(slot, generation)] = place.index.grant(GROUP, CHUNK, 1)
+    place.index.commit(GROUP, NAMESPACE, [(slot, generation, TENANT, key_of(0), b"")], 1_000)
+    assert place.index.lease(session.group.number, [(slot, generation)], 10_000) == [True]
+    place.store.hang_up(session)
+    assert place.store.watched(session)
+    stats = place.index.stats()
+    assert (stats["leases"], stats["grants"]) == (0, 1)
+
+
+def test_a_group_whose_last_connection_has_ended_gets_no_lease_of_what_it_asked_for(place: Place) -> None:
+    session = client_with_a_grant(place)
+    assert session.group is not None
+    place.below(100)
+    place.movement.promote(session.group.number, NAMESPACE, TENANT, [key_of(100)], CHUNK)
+    place.store.hang_up(session)
+    place.fs.end_read()
+    assert (place.shown(100), place.index.stats()["leases"]) == (CPU, 0)

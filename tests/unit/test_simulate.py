@@ -97,11 +97,6 @@ def test_the_peers_of_these_tests_are_the_published_ones() -> None:
     assert {name: peer(chains, 10_000) for name, peer in PEERS.items()} == pytest.approx(published, abs=0.0005)
 
 
-# Below the best peer by more than WITHIN in a cell now and then: where chunks come back alike however often they were
-# used, LRU is best, and what is learned is that with noise. docs/decisions/010-eviction-policy.md
-NOISY = {"conversations": 0.0075, "shifting": 0.0035}
-
-
 def in_memory(chains: Sequence[Sequence[int]]) -> Trace:
     ids = np.array([key for chain in chains for key in chain], np.uint64)
     ends = np.cumsum([len(chain) for chain in chains]).astype(np.uint64)
@@ -126,7 +121,7 @@ def compared(kind: str) -> dict[tuple[int, float], tuple[float, float]]:
 def test_on_no_kind_of_generated_trace_is_a_peer_better(kind: str) -> None:
     for (seed, share), (ours, peer) in compared(kind).items():
         message = f"{kind} {seed}, a tier of {share:.0%}: {ours:.4f}, and a peer {peer:.4f}"
-        assert ours >= peer - NOISY.get(kind, WITHIN), message
+        assert ours >= peer - WITHIN, message
 
 
 def test_over_all_kinds_of_generated_traces_the_default_is_clearly_better_than_the_best_peer_of_each() -> None:
@@ -140,7 +135,7 @@ def test_what_fills_the_tier_beside_a_scan_is_kept_with_admission_and_nearly_wit
     peer = max(peer(chains, 360) for peer in PEERS.values())
     plain, admitted = (run(in_memory(chains), 360, admission=each).chunk_hit_rate for each in ("always", "model"))
     assert admitted >= peer - WITHIN
-    assert plain >= peer - 0.02
+    assert plain >= peer - 0.014
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
@@ -286,6 +281,9 @@ def test_larger_chunks_have_the_id_of_their_last_block_and_the_rest_is_dropped(t
         ("[1]", "line 1: not a request"),
         ('{"timestamp": 0, "input_length": 5}', r"line 1: not a request .*'hash_ids'"),
         ('{"timestamp": 0, "input_length": 5, "hash_ids": [-1]}', "line 1: not a request"),
+        ('{"timestamp": NaN, "input_length": 5, "hash_ids": [1]}', "line 1: not a request .*nan"),
+        ('{"timestamp": 0, "input_length": -5, "hash_ids": [1]}', "line 1: not a request .*-5"),
+        ('{"timestamp": 0, "input_length": 1e20, "hash_ids": [1]}', "line 1: not a request"),
         ('{"timestamp": 0, "input_length": 5, "hash_ids": ["x"]}', "line 1: not a request"),
         ('{"timestamp": 0, "input_length": 5, "hash_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9]}', "say it with --tokens-per-bl"),
     ],

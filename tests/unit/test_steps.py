@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from kvstore import steps as steps_module
-from kvstore.errors import LimitExceeded, Unavailable
+from kvstore.errors import KVStoreError, LimitExceeded, Unavailable
 from kvstore.limits import OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
 from kvstore.rpc.status import ERROR_METADATA_KEY
 from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
@@ -66,6 +66,13 @@ class FakeSession:
         self.instance_id = b"i" * 16
         self.group_state = GroupState(True, (KindState(b"n" * 16, 4096),), "")
         self.lose: Callable[[], None] = lambda: None
+        self.refusal: KVStoreError | None = None
+        self.given_up = threading.Event()
+
+    def give_up(self, refusal: KVStoreError) -> None:
+        self.refusal = refusal
+        self.lose()
+        self.given_up.set()
 
     def require_own_process(self) -> None: ...
 
@@ -203,10 +210,15 @@ def test_no_more_messages_than_the_daemon_remembers_are_unanswered(
     with pytest.raises(Unavailable, match=r"did not answer a step message within 0.2 s"):
         steps.settle(0.2)
     assert len(steps._unanswered) == STEPS_UNANSWERED_MAX
-    assert steps.unsent
+    assert steps._anything_queued()
+    assert not steps.unsent  # an engine that took steps until it is sent would do nothing else while the daemon hangs
+    steps.abort(1, 2)
+    assert not steps.unsent
     daemon.go_on.set()
     steps.settle(WAIT_S)
-    assert not steps.unsent
+    assert not steps._anything_queued()
+    steps.abort(1, 3)
+    assert steps.unsent
     steps.close()
 
 
@@ -229,14 +241,53 @@ def test_a_lost_session_drops_everything_and_ends_every_wait(
         steps.wait_grants(1, WAIT_S)
 
 
-def test_a_message_that_the_daemon_refuses_is_not_sent_for_ever(daemon: FakeDaemon, steps: Steps) -> None:
+def refuse(daemon: FakeDaemon) -> None:
     daemon.answer = lambda _: None
     daemon.status = (grpc.StatusCode.RESOURCE_EXHAUSTED, "too much", ((ERROR_METADATA_KEY, "LimitExceeded"),))
+
+
+def test_a_message_that_the_daemon_refuses_is_not_sent_for_ever_and_ends_the_session(
+    daemon: FakeDaemon, session: FakeSession, steps: Steps
+) -> None:
+    refuse(daemon)
     ticket = steps.commit(1, 2, TENANT, key(1), b"")
     with pytest.raises(LimitExceeded, match=r"too much"):
         steps.wait([ticket], WAIT_S)
     assert steps.broken
+    assert session.given_up.wait(WAIT_S)
+    assert str(session.refusal) == "too much"
     assert daemon.received.qsize() == 1
+
+
+@pytest.mark.parametrize("same_daemon", [True, False])
+def test_what_a_refused_stream_held_the_next_one_gives_back(
+    daemon: FakeDaemon, session: FakeSession, steps: Steps, same_daemon: bool
+) -> None:
+    granted = steps.wait_grants(6, WAIT_S)
+    assert len(granted) == 6
+    steps.want_grants(1, kind=1)  # never taken
+    steps.settle(WAIT_S)
+    refuse(daemon)
+    steps.abort(*granted[0])
+    steps.commit(*granted[1], TENANT, key(1), b"")
+    steps.flush()
+    assert session.given_up.wait(WAIT_S)
+    daemon.answer = grant_all
+    steps.abort(*granted[2])  # copies into these ended before there was another session
+    steps.commit(*granted[3], TENANT, key(3), b"")
+    steps.close()
+    other = FakeSession(session.channel)
+    if not same_daemon:
+        other.instance_id = b"j" * 16
+    successor = Steps(other)  # type: ignore[arg-type]
+    steps.hand_over(successor)
+    steps.abort(*granted[4])  # and this one after
+    while not daemon.received.empty():
+        daemon.next()
+    successor.settle(WAIT_S)
+    successor.close()
+    aborted = [(at.slot, at.generation) for _ in range(daemon.received.qsize()) for at in daemon.next().aborts]
+    assert sorted(aborted) == ([*granted[:5], (100, 2)] if same_daemon else [])
 
 
 @pytest.mark.parametrize("leased", [False, True])
@@ -254,6 +305,21 @@ def test_grants_nobody_uses_go_back(
     request = daemon.next()
     assert [at.slot for at in request.aborts] == [0, 1]
     assert steps.grants_free() == 0
+
+
+def test_grants_that_somebody_expects_to_use_stay_and_only_the_others_go_back(
+    daemon: FakeDaemon, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "GRANTS_IDLE_S", 0.05)
+    steps.keep_grants([0, 2])
+    for kind in range(3):
+        steps.want_grants(3, kind=kind)
+    steps.flush()
+    assert list(daemon.next().grants_wanted) == [3, 3, 3]
+    assert len(daemon.next().aborts) == 3 + 1 + 3
+    assert [steps.grants_free(kind) for kind in range(3)] == [0, 2, 0]
+    steps.keep_grants([])
+    assert len(daemon.next().aborts) == 2
 
 
 def test_leases_are_renewed_until_released(

@@ -6,9 +6,12 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from typer.testing import CliRunner
 
 from connector.testing import Completion, Engine, random_prompt, small_model
 from kvstore import admin
+from kvstore.cli import app
+from kvstore.costmodel import StoreReason
 from kvstore.testing import running_daemon
 from kvstore.throttle import VARIABLE
 from tests.vllm.support import (
@@ -109,10 +112,10 @@ def disk(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             yield Disk(store, rate_file, engine, cold)
 
 
-def decisions(disk: Disk) -> list[dict[str, object]]:
+def decisions(disk: Disk, kind: str = "load") -> list[dict[str, object]]:
     found = admin.explain(disk.store.endpoint, "0")["decisions"]  # every request here is called "0-" and something
     assert isinstance(found, list)
-    return [decision for decision in found if decision["kind"] == "load"]
+    return [decision for decision in found if decision["kind"] == kind]
 
 
 def test_it_declines_a_disk_slower_than_recomputing_and_comes_back_when_it_is_quick_and_so_on(disk: Disk) -> None:
@@ -143,6 +146,30 @@ def test_what_was_predicted_and_what_came_of_it_can_be_asked(disk: Disk) -> None
     assert {count["reason"] for count in stats["decisions"]} >= {"RECOMPUTE_IS_QUICKER", "LOAD_IS_QUICKER"}
     [balance] = [balance for balance in stats["balances"] if balance["tier"] == "fs"]
     assert balance["loads"] >= len(loaded)
+
+
+def test_what_a_slow_disk_would_give_back_too_late_is_stored_in_memory_only_and_it_is_said(disk: Disk) -> None:
+    disk.throttle()
+    disk.requests_until(loads=False)
+    fs_chunks = disk.store.daemon.tier("fs")["chunks"]
+    stored = disk.store.stores()
+    for _ in range(2):  # the second time it is worth its place in memory in any case
+        disk.engine.reset_prefix_cache()
+        disk.engine.generate(prompt(PROMPTS))
+    assert wait_up_to(disk.store.stores, stored + CHUNKS) == stored + CHUNKS
+    decision = decisions(disk, "store")[-1]
+    assert (decision["tier"], decision["end_tokens"]) == ("cpu", CHUNKS * BLOCK_TOKENS)
+    assert (decision["disk_reason"], decision["disk_end_tokens"]) == (StoreReason.NOT_WORTH_IT, 0)
+    said = CliRunner().invoke(app, ["explain", "0", "--endpoint", disk.store.endpoint]).stdout
+    assert f"{CHUNKS} chunks in memory only" in said
+
+    disk.unthrottle()
+    disk.requests_until(loads=True)  # of a memory that was emptied first
+    assert disk.store.daemon.tier("fs")["chunks"] == fs_chunks
+    disk.engine.reset_prefix_cache()
+    disk.engine.generate(prompt(PROMPTS))
+    written = wait_up_to(lambda: disk.store.daemon.tier("fs")["chunks"], fs_chunks + CHUNKS)
+    assert written == fs_chunks + CHUNKS
 
 
 def test_prompts_that_never_repeat_are_not_stored_for_long(wide_model: Path, tmp_path: Path) -> None:

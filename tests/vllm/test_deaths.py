@@ -217,5 +217,14 @@ def test_a_preempted_request_is_reloaded_and_gets_the_right_tokens(
             if loaded_chunks(engine) >= 1:
                 break
         assert loaded_chunks(engine) >= 1
+
+        # Eight at once, of which two fit: loads hold blocks while others wait for some, and every one goes on.
+        prompts = [random_prompt(160 + i, 1_100) for i in range(8)]
+        right = expected(oracle, prompts, max_tokens=1)
+        assert tokens(engine.generate_many(prompts, max_tokens=1)) == right
+        node.wait_for_quiet()
+        loaded = loaded_chunks(engine)
+        assert tokens(engine.generate_many(prompts, max_tokens=1)) == right
+        assert loaded_chunks(engine) > loaded
     assert node.store.hits() > hits
     node.wait_for_quiet()

@@ -348,8 +348,18 @@ class TierBalance(_message.Message):
     regret_s: float
     def __init__(self, tier: _Optional[str] = ..., loads: _Optional[int] = ..., predicted_s: _Optional[float] = ..., realised_s: _Optional[float] = ..., load_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., regret_s: _Optional[float] = ...) -> None: ...
 
+class Setting(_message.Message):
+    __slots__ = ("name", "value", "source")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    source: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
+
 class StatsReply(_message.Message):
-    __slots__ = ("instance_id", "uptime_s", "tiers", "sessions", "namespaces", "tenants", "stores", "failed_loads", "poison_commits", "problems", "eviction_policy", "decisions", "balances")
+    __slots__ = ("instance_id", "uptime_s", "tiers", "sessions", "namespaces", "tenants", "stores", "failed_loads", "poison_commits", "problems", "eviction_policy", "decisions", "balances", "config")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
@@ -363,6 +373,7 @@ class StatsReply(_message.Message):
     EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
     BALANCES_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
     instance_id: bytes
     uptime_s: float
     tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
@@ -376,4 +387,5 @@ class StatsReply(_message.Message):
     eviction_policy: str
     decisions: _containers.RepeatedCompositeFieldContainer[AdmissionCount]
     balances: _containers.RepeatedCompositeFieldContainer[TierBalance]
-    def __init__(self, instance_id: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[int] = ..., tenants: _Optional[int] = ..., stores: _Optional[int] = ..., failed_loads: _Optional[int] = ..., poison_commits: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., eviction_policy: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[AdmissionCount, _Mapping]]] = ..., balances: _Optional[_Iterable[_Union[TierBalance, _Mapping]]] = ...) -> None: ...
+    config: _containers.RepeatedCompositeFieldContainer[Setting]
+    def __init__(self, instance_id: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[int] = ..., tenants: _Optional[int] = ..., stores: _Optional[int] = ..., failed_loads: _Optional[int] = ..., poison_commits: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., eviction_policy: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[AdmissionCount, _Mapping]]] = ..., balances: _Optional[_Iterable[_Union[TierBalance, _Mapping]]] = ..., config: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ...) -> None: ...
