@@ -140,6 +140,8 @@ def test_a_put_that_is_rejected_says_why(daemon: Daemon, client: StoreClient) ->
     assert fate["events"][0].endswith("for client-1: QUOTA")
     [count] = daemon.stats()["decisions"]
     assert count == {"kind": "commit", "reason": "QUOTA", "decisions": 1, "refused_chunks": 1}
+    table = CliRunner().invoke(app, ["stats", "--endpoint", daemon.endpoint]).stdout
+    assert "rejected, QUOTA: 1 chunks so far" in table
 
 
 def test_a_store_says_what_came_of_it_beside_what_was_chosen() -> None:
