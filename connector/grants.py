@@ -49,6 +49,12 @@ class Grants:
         """A daemon that has no more to give will not have more next step."""
         return attached.steps.grants_coming(kind) > 0 or attached.steps.grants_short(kind) not in _FULL
 
+    def why_short(self, attached: Attached, kind: int) -> str:
+        """Why there are fewer slots than are wanted."""
+        if attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+            return "DAEMON_SLOW"
+        return attached.steps.grants_short(kind).name.removeprefix("REJECTED_").replace("UNSPECIFIED", "NO_SLOT_YET")
+
     def fetch(self, attached: Attached, records: Iterable[RequestRecord]) -> None:
         """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
         steps = attached.steps

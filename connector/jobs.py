@@ -164,10 +164,18 @@ class Jobs:
         if job.is_store:
             kept = self._kept(job)
             stored_as = job.record.stored_as([get_offload_block_hash(key) for key in job.keys])
+            decision = job.record.store.number if job.record.store is not None else 0
             for i, (slot, generation) in enumerate(places):
                 if i in kept:
-                    parent, memory_only = job.parents[i], job.memory_only[i]
-                    steps.commit(slot, generation, job.tenant, stored_as[i], parent, memory_only=memory_only)
+                    steps.commit(
+                        slot,
+                        generation,
+                        job.tenant,
+                        stored_as[i],
+                        job.parents[i],
+                        memory_only=job.memory_only[i],
+                        decision=decision,
+                    )
                 elif job.settled:  # else the slot stays granted until the processes of this engine have ended
                     steps.abort(slot, generation)
                 if self._storing.get((job.tenant, job.keys[i])) is job:

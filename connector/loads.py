@@ -148,6 +148,7 @@ class Loads:
         row, keys, codes = lead.row, lead.keys, lead.codes
         from_cpu = record.may_load_from(Medium.CPU)
         from_disk = record.may_load_from(Medium.STORAGE)
+        filtered = not (from_cpu and from_disk)
         prefetch = record.prefetch
         if prefetch is not None and prefetch.over and prefetch.attached is attached:
             from_disk = False
@@ -161,7 +162,10 @@ class Loads:
         anywhere = leading(codes, MISS) if from_disk else in_memory
         on_disk = codes.count(FS, in_memory, anywhere)
         first, tokens_per_chunk = row.lookup_from, row.geometry.tokens_per_chunk
+        left_out = filtered and anywhere < len(keys)
         missing = get_offload_block_hash(keys[anywhere]) if anywhere < len(keys) else lead.missing
+        if left_out:
+            missing = b""
         loading = self._loading.keys()
         return Hit(
             prompt_tokens=max(record.prompt_tokens, len(record.hashes) * self._geometry.tokens_per_hash),
@@ -173,6 +177,7 @@ class Loads:
             disk_chunks=on_disk,
             chunk_bytes=self._geometry.chain_bytes(attached),
             disk_healthy=healthy,
+            left_out=left_out,
             missing=record.stored_as([missing])[0] if missing else b"",
         )
 

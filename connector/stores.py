@@ -197,6 +197,10 @@ class Stores:
                 offers.wanted, refused = wanted[lacking:], wanted[:lacking]
             offers.refused += refused
             self._refuse(row, refused[0].position, lacking)
+            if row is record.lead and row.geometry.is_chain:
+                chain = record.stored_as(row.chunk_hashes(0, max(row.prompt_chunks, refused[-1].position + 1)))
+                reason = self._grants.why_short(attached, row.kind)
+                self._admission.refused(record.req_id, chain, refused[0].position, reason)
         self._touch(attached, record, offers)
         if not lacking:
             prompt_end = row.prompt_chunks if offers.end is None else min(offers.end, row.prompt_chunks)

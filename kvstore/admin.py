@@ -266,6 +266,9 @@ def _decision_json(explained: admin_pb2.Explained) -> dict[str, object]:
         ],
         "tier": decision.tier or None,
         "end_tokens": decision.end_tokens,
+        "missing": list(explained.missing),
+        "chunks": decision.chunks,
+        "committed": {each.outcome: each.chunks for each in explained.committed},
         "refused_chunks": decision.refused_count if decision.is_store else 0,
         "disk_reason": decision.disk_reason,
         "disk_end_tokens": decision.disk_end_tokens,
@@ -321,6 +324,7 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
                 "quarantined_slots": tier.quarantined_slots,
                 "scrubbed_chunks": tier.scrubbed_chunks,
                 "unindexed_chunks": tier.unindexed_chunks,
+                "tenants": tier.tenants,
             }
             for tier in reply.tiers
         ],

@@ -22,7 +22,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +77,7 @@ class Reason(enum.StrEnum):
     LEARNING = "LEARNING"  # recomputing, or this tier, is not known well enough yet to decline anything
     MEASURING = "MEASURING"  # recomputed once in a while until recomputing is known
     EXPLORING = "EXPLORING"  # against the estimate, to keep it honest
+    LEFT_OUT = "LEFT_OUT"  # the request left out the tier that has it
     ALWAYS = "ALWAYS"  # the user's setting
     NEVER = "NEVER"
 
@@ -114,6 +115,7 @@ class Hit(NamedTuple):
     disk_chunks: int  # to be read first
     chunk_bytes: int
     disk_healthy: bool = True
+    left_out: bool = False  # more is there, in a tier that the request is not to be loaded from
     missing: bytes = b""  # key of the first chunk that is not there, if one is not
 
 
@@ -149,6 +151,7 @@ class StoreVerdict:
     reason: str
     disk_end_chunk: int | None = None
     disk_reason: str = ""  # "": nothing was decided about the disk
+    number: int = 0  # of the decision that was told; 0: none was
 
     @property
     def is_worth_disk(self) -> bool:
@@ -364,6 +367,8 @@ class Admission:
     ) -> tuple[LoadOption | None, str]:
         usable = [option for option in options if option.healthy]
         if self.mode is Mode.NEVER or not usable:
+            if self.mode is not Mode.NEVER and not options and hit.left_out:
+                return None, Reason.LEFT_OUT
             return None, Reason.NEVER if self.mode is Mode.NEVER else decided.reason
         longest = max(usable, key=lambda option: option.end_token)
         if self.mode is Mode.ALWAYS:
@@ -511,9 +516,10 @@ class Admission:
             verdict = self.decide_store(uses, present, chunk_bytes, tier_full=tier_full, disk=disk, on_disk=on_disk)
         end, disk_end = (len(chain) if each is None else each for each in (verdict.end_chunk, verdict.disk_end_chunk))
         self._stores_lately = verdict.end_chunk is None or not bool(present[:end].all())
+        number = next(self._numbers)
         self.tell(
             Decision(
-                number=next(self._numbers),
+                number=number,
                 request=request,
                 is_store=True,
                 reason=verdict.reason,
@@ -521,6 +527,7 @@ class Admission:
                 hit_tokens=int(np.count_nonzero(present)) * self._tokens_per_chunk,
                 tier=CPU if end else "",
                 end_tokens=end * self._tokens_per_chunk,
+                chunks=end - int(np.count_nonzero(present[:end])),
                 refused=chain[end:],
                 disk_reason=verdict.disk_reason,
                 disk_end_tokens=min(end, disk_end) * self._tokens_per_chunk,
@@ -528,7 +535,23 @@ class Admission:
                 kind=self._kind,
             )
         )
-        return verdict
+        return replace(verdict, number=number)
+
+    def refused(self, request: str, chain: Sequence[bytes], end: int, reason: str) -> None:
+        """Of what was to be stored of a request's prompt the daemon took nothing from chunk `end` on."""
+        tokens = self._tokens_per_chunk
+        self.tell(
+            Decision(
+                number=next(self._numbers),
+                request=request,
+                is_store=True,
+                reason=reason,
+                prompt_tokens=len(chain) * tokens,
+                end_tokens=end * tokens,
+                refused=chain[end:],
+                kind=self._kind,
+            )
+        )
 
     def offered(self, generated: Sequence[bytes]) -> None:
         """Chunks of what a request generated: their next use is the next turn's."""

@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from kvstore import _native
 from kvstore.config import default_endpoint
+from kvstore.decisions import Decision
 from kvstore.errors import (
     BadKey,
     ConfigurationError,
@@ -309,6 +310,7 @@ class _Connection:
         session.before_unmap(self._copier.close)
         self._steps = Steps(session)
         self._jobs = itertools.count(1)
+        self._refusals = itertools.count(1)  # told to the daemon
         self._ended: dict[int, _native.Finished] = {}  # guarded by _ended_lock
         self._ended_lock = threading.Lock()
         self._put_turn = threading.Lock()
@@ -404,8 +406,9 @@ class _Connection:
             tail = refs[rest[0] - 1 : rest[0]]  # nothing before the first chunk
             grants = self._steps.wait_grants(len(rest), self._timeout_s, tails=tail)
             if not grants:
-                for position in rest:
-                    outcomes[keys[position]] = self._refusal()
+                refusal = self._refusal()
+                outcomes.update((keys[position], refusal) for position in rest)
+                self._tell_refused([keys[position] for position in rest])
                 break
             batch = rest[: len(grants)]
             for ref, position in zip(grants, batch, strict=True):
@@ -530,6 +533,12 @@ class _Connection:
         if self._steps.group.refused:
             raise NamespaceMismatch(self._steps.group.refused)
         return _PUT_OUTCOMES[self._steps.grants_short()]
+
+    def _tell_refused(self, keys: list[bytes]) -> None:
+        """For whoever asks the daemon what became of them."""
+        reason = self._steps.grants_short().name.removeprefix("REJECTED_")
+        self._steps.tell(Decision(next(self._refusals), "", True, reason, 0, refused=keys))
+        self._steps.flush()
 
     def _store(
         self,

@@ -65,6 +65,7 @@ class Decision:
     saved_s: float = 0.0  # what recomputing the loaded part would have taken
     first_token_s: float = 0.0  # from the decision until the prompt was computed
     kind: int = 0  # of the chunks that were compared, and of the refused keys
+    chunks: int = 0  # store: of the prompt, that were admitted and not there
 
     def message(self) -> store_pb2.Decision:
         return store_pb2.Decision(
@@ -87,6 +88,7 @@ class Decision:
             ],
             tier=self.tier,
             end_tokens=self.end_tokens,
+            chunks=self.chunks,
             refused_count=len(self.refused),
             refused=b"".join(key[:REFUSED_PREFIX_BYTES] for key in self.refused[:REFUSED_KEYS_MAX]),
             disk_reason=self.disk_reason,

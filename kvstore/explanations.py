@@ -4,13 +4,16 @@ One owner, the event loop's thread; no clock (times are arguments, in ms of one 
 the oldest goes first, and dies with the daemon. Nothing in the store depends on it.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+import bisect
+import itertools
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.decisions import REFUSED_PREFIX_BYTES
 from kvstore.limits import DECISION_BYTES_MAX
 from kvstore.rpc.v1 import admin_pb2, store_pb2
+from kvstore.tiers.base import ChunkId, Scope
 
 DECISIONS_KEPT = 4_096
 KEYS_KEPT = 65_536  # stored, and refused, each
@@ -20,8 +23,13 @@ REASONS_MAX = 64  # an engine may send any text
 TIERS_MAX = 8
 SECONDS_MAX = 1e9  # of one decision; the sums of them stay finite
 EXPLAINED_MAX = 64  # decisions, or fates, in one answer
+EVENTS_MAX = 8  # in one fate, the newest
+KEYS_LOOKED_AT_MAX = 1_024  # of events that concern keys which begin alike, the newest
+EVICTIONS_TOLD = 256  # of those between two events, the newest
+DECISIONS_PER_SLICE = 512
+PLACES_PER_SLICE = 64
 
-LOAD, STORE, DISK = "load", "store", "disk"
+LOAD, STORE, DISK, COMMIT = "load", "store", "disk", "commit"
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +38,10 @@ class _Kept:
     namespace: bytes
     decision: store_pb2.Decision
     at_ms: int
+    order: int  # among the events of keys
+    sick: str  # the fs tier, when an engine decided about a load
+    names: tuple[str, str]  # the request's id, and what of it may be the caller's own
+    committed: Counter[int] = field(default_factory=Counter)  # outcome -> chunks
 
 
 @dataclass(slots=True)
@@ -49,24 +61,54 @@ class _Balance:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A chunk that an engine did not store."""
+class _Event:
+    """Something that happened to chunks at once: they were committed together, or not stored for one reason."""
 
-    request: str
-    reason: str
+    order: int  # among all events and decisions
     at_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Chunks that were committed together."""
-
-    group: str
     namespace: bytes
-    tenant: bytes
-    keys: Sequence[bytes]
-    at_ms: int
-    memory_only: bool
+    tenant: bytes  # b"": not known
+    keys: Sequence[bytes]  # or how they begin
+    by: str
+    reason: str = ""  # why they were not stored; "": they were
+    memory_only: bool = False
+
+    def concerns(self, key: bytes) -> list[bytes]:
+        """The keys, or beginnings of keys, that may be the one that begins so."""
+        return [known for known in self.keys if known.startswith(key) or key.startswith(known)]
+
+
+class _Log:
+    """Events, oldest first, and by how the keys begin; as many as concern KEYS_KEPT keys."""
+
+    def __init__(self) -> None:
+        self.events: deque[_Event] = deque()
+        self.by_start: dict[bytes, deque[_Event]] = {}
+        self._keys = 0
+
+    def add(self, event: _Event) -> None:
+        self.events.append(event)
+        self._keys += len(event.keys)
+        for start in _starts(event.keys):
+            self.by_start.setdefault(start, deque()).append(event)
+        while self._keys > KEYS_KEPT:
+            oldest = self.events.popleft()
+            self._keys -= len(oldest.keys)
+            for start in _starts(oldest.keys):
+                alike = self.by_start[start]
+                alike.popleft()
+                if not alike:
+                    del self.by_start[start]
+
+    def of(self, key: bytes) -> Iterator[tuple[_Event, list[bytes]]]:
+        """What concerns keys that begin so, newest first, with those keys."""
+        looked_at = 0
+        for event in reversed(self.by_start.get(key[:REFUSED_PREFIX_BYTES], ())):
+            if known := event.concerns(key):
+                yield event, known
+            looked_at += len(event.keys)
+            if looked_at >= KEYS_LOOKED_AT_MAX:
+                return
 
 
 @dataclass(slots=True)
@@ -74,25 +116,25 @@ class _Evictions:
     """What room for one group cost others, in one second."""
 
     group: str
-    at_ms: int
+    first_ms: int
+    last_ms: int
     chunks: int
 
 
 @dataclass(slots=True)
 class Explanations:
     _kept: OrderedDict[tuple[str, int], _Kept] = field(default_factory=OrderedDict)
-    # By how keys begin: what namespaces refused, and what was stored, oldest first.
-    _refused: OrderedDict[bytes, dict[bytes, Refused]] = field(default_factory=OrderedDict)
-    _stored_with: dict[bytes, deque[Stored]] = field(default_factory=dict)
-    _stored: deque[Stored] = field(default_factory=deque)  # the same as it came
-    _keys_stored: int = 0  # in there
+    _stored: _Log = field(default_factory=_Log)
+    _refused: _Log = field(default_factory=_Log)
+    _order: Iterator[int] = field(default_factory=itertools.count)
     _evictions: deque[_Evictions] = field(default_factory=lambda: deque(maxlen=EVICTIONS_KEPT))
-    _removals: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=REMOVALS_KEPT))
+    _removals: deque[tuple[int, Scope, str]] = field(default_factory=lambda: deque(maxlen=REMOVALS_KEPT))
     _counts: dict[tuple[str, str], _Count] = field(default_factory=dict)
     _balances: dict[str, _Balance] = field(default_factory=dict)
 
-    def told(self, group: str, namespace: bytes, decision: store_pb2.Decision, now_ms: int) -> None:
-        """A group's decision: a new one, or with what came of it. One that is too large is not remembered."""
+    def told(self, group: str, namespace: bytes, decision: store_pb2.Decision, now_ms: int, *, sick: str = "") -> None:
+        """A group's decision: a new one, or with what came of it. One that is too large is not remembered. `sick`: why
+        the fs tier is not read now."""
         if decision.ByteSize() > DECISION_BYTES_MAX:
             return
         before = self._kept.get((group, decision.number))
@@ -105,8 +147,12 @@ class Explanations:
         self._count(kind, decision.reason, decision.refused_count if decision.is_store else 0)
         if decision.disk_reason:
             self._count(DISK, decision.disk_reason, decision.disk_refused_count)
-        self._refuse(namespace, decision, now_ms)
-        self._kept[group, decision.number] = _Kept(group, namespace, decision, now_ms)
+        self._refuse(group, namespace, decision, now_ms)
+        if not decision.request:  # a client's put: nobody can ask about it by name
+            return
+        order, request = next(self._order), decision.request
+        names = (request, request.partition("-")[2])  # vLLM puts the endpoint's name before the caller's id
+        self._kept[group, decision.number] = _Kept(group, namespace, decision, now_ms, order, sick, names)
         if len(self._kept) > DECISIONS_KEPT:
             self._kept.popitem(last=False)
 
@@ -117,15 +163,33 @@ class Explanations:
         count.decisions += 1
         count.refused_chunks += refused_chunks
 
-    def _refuse(self, namespace: bytes, decision: store_pb2.Decision, now_ms: int) -> None:
+    def _refuse(self, group: str, namespace: bytes, decision: store_pb2.Decision, now_ms: int) -> None:
         if not decision.is_store:
             return
-        refused = Refused(decision.request, decision.reason, now_ms)
         prefixes, each = decision.refused, REFUSED_PREFIX_BYTES
-        for first in range(0, len(prefixes), each):
-            self._refused.setdefault(prefixes[first : first + each], {})[namespace] = refused
-        while len(self._refused) > KEYS_KEPT:
-            self._refused.popitem(last=False)
+        keys = [prefixes[first : first + each] for first in range(0, len(prefixes), each)]
+        by = f"request {decision.request}" if decision.request else group
+        self._refused_now(by, namespace, b"", keys, decision.reason, now_ms)
+
+    def _refused_now(
+        self, by: str, namespace: bytes, tenant: bytes, keys: Sequence[bytes], reason: str, now_ms: int
+    ) -> None:
+        if keys:
+            self._refused.add(_Event(next(self._order), now_ms, namespace, tenant, keys, by, reason))
+
+    def committed(self, group: str, decision: int, outcomes: Iterable[int]) -> None:
+        """What came of chunks that a group wrote because it had decided so (0: it says nothing of that)."""
+        kept = self._kept.get((group, decision))
+        if kept is not None:
+            kept.committed.update(outcomes)
+
+    def rejected(
+        self, group: str, namespace: bytes, tenant: bytes, keys: Sequence[bytes], outcome: int, now_ms: int
+    ) -> None:
+        """Chunks that a group wrote were not kept."""
+        reason = _outcome_name(outcome)
+        self._count(COMMIT, reason, len(keys))
+        self._refused_now(group, namespace, tenant, keys, reason, now_ms)
 
     def _balance(self, decision: store_pb2.Decision) -> None:
         predicted = [each.seconds for each in decision.alternatives]
@@ -156,38 +220,75 @@ class Explanations:
         """Chunks became visible. `memory_only`: their engine did not think them worth a write to disk."""
         if not keys:
             return
-        stored = Stored(group, namespace, tenant, keys, now_ms, memory_only)
-        self._stored.append(stored)
-        self._keys_stored += len(keys)
-        for start in _starts(keys):
-            self._stored_with.setdefault(start, deque()).append(stored)
-        while self._keys_stored > KEYS_KEPT:
-            oldest = self._stored.popleft()
-            self._keys_stored -= len(oldest.keys)
-            for start in _starts(oldest.keys):
-                alike = self._stored_with[start]
-                alike.popleft()
-                if not alike:
-                    del self._stored_with[start]
+        self._stored.add(_Event(next(self._order), now_ms, namespace, tenant, keys, group, memory_only=memory_only))
 
     def evicted(self, group: str, chunks: int, now_ms: int) -> None:
         """Chunks went from memory to make room for a group."""
         last = self._evictions[-1] if self._evictions else None
-        if last is not None and last.group == group and now_ms - last.at_ms < 1000:
+        if not chunks:
+            return
+        if last is not None and last.group == group and now_ms - last.first_ms < 1000:
             last.chunks += chunks
-        elif chunks:
-            self._evictions.append(_Evictions(group, now_ms, chunks))
+            last.last_ms = now_ms
+        else:
+            self._evictions.append(_Evictions(group, now_ms, now_ms, chunks))
 
-    def removed(self, what: str, now_ms: int) -> None:
-        """An operator removed something (`what`: from which tier)."""
-        self._removals.append((now_ms, what))
+    def removed(self, scope: Scope, what: str, now_ms: int) -> None:
+        """An operator removed `what` of the scope."""
+        self._removals.append((now_ms, scope, what))
 
-    # -- asked --------------------------------------------------------------------------------------------------------
+    # -- asked: every `next` is one slice of work, see kvstore/operations.py ------------------------------------------
 
-    def of_request(self, request: str, now_ms: int) -> list[admin_pb2.Explained]:
-        """The newest decisions about requests whose id begins so, oldest first."""
-        found = [kept for kept in self._kept.values() if kept.decision.request.startswith(request)]
-        return [_explained(kept, now_ms) for kept in found[-EXPLAINED_MAX:]]
+    def of_request(self, request: str, now_ms: int) -> Iterator[admin_pb2.Explained | None]:
+        """The newest decisions about requests whose id begins so, or goes on so after its first "-"; oldest first.
+        None: go on."""
+        found: deque[_Kept] = deque(maxlen=EXPLAINED_MAX)
+        for number, kept in enumerate(list(self._kept.values()), 1):
+            if kept.names[0].startswith(request) or kept.names[1].startswith(request):
+                found.append(kept)
+            if number % DECISIONS_PER_SLICE == 0:
+                yield None
+        for kept in found:
+            yield self._explained(kept, now_ms)
+
+    def _explained(self, kept: _Kept, now_ms: int) -> admin_pb2.Explained:
+        committed = [
+            admin_pb2.Committed(outcome=_outcome_name(outcome), chunks=chunks)
+            for outcome, chunks in sorted(kept.committed.items())
+        ]
+        return admin_pb2.Explained(
+            decision=kept.decision,
+            group=kept.group,
+            age_s=(now_ms - kept.at_ms) / 1000,
+            namespace_id=kept.namespace,
+            committed=committed,
+            missing=self._missing(kept, now_ms),
+        )
+
+    def _missing(self, kept: _Kept, now_ms: int) -> list[str]:
+        """Why the first chunk that a load missed was not there: what had happened until then."""
+        key = kept.decision.refused
+        if kept.decision.is_store or not key:
+            return []
+        own: list[_Event] = []
+        others: dict[bytes, None] = {}
+        for log in (self._stored, self._refused):
+            for event, _ in log.of(key):
+                if event.order > kept.order:
+                    continue
+                if event.namespace == kept.namespace:
+                    own.append(event)
+                    break
+                if not event.reason:
+                    others[event.namespace] = None
+        sick = [f"the fs tier was not read then: {kept.sick}"] if kept.sick else []
+        if own:
+            last = max(own, key=lambda event: event.order)
+            gone = [] if last.reason else [f"since it was stored {self._causes(last, kept.at_ms, now_ms)}"]
+            return [*_told(last, now_ms), *gone, *sick]
+        if others:
+            return [f"stored before only in namespace {', '.join(space.hex() for space in others)}", *sick]
+        return ["not known to have been stored, or decided about, before", *sick]
 
     def of_key(
         self,
@@ -195,49 +296,67 @@ class Explanations:
         places: Iterable[tuple[bytes, bytes]],
         where: Callable[[bytes, bytes, bytes], str],
         now_ms: int,
-    ) -> list[admin_pb2.KeyFate]:
+    ) -> Iterator[admin_pb2.KeyFate | None]:
         """What is known of keys that begin so, what was stored last first. `places`: namespaces and tenants in which a
-        whole key is looked for; `where(namespace, tenant, key)`: the tier that holds it now, or ""."""
-        fates: list[admin_pb2.KeyFate] = []
-        start = key[:REFUSED_PREFIX_BYTES]
-        known: set[tuple[bytes, bytes, bytes]] = set()
-        for stored in reversed(self._stored_with.get(start, ())):  # the newest of each tells
-            for full in stored.keys:
-                chunk = (stored.namespace, stored.tenant, full)
-                if not full.startswith(key) or chunk in known:
-                    continue
-                known.add(chunk)
-                events = [f"stored {_ago(stored.at_ms, now_ms)} by {stored.group}"]
-                if stored.memory_only:
-                    events.append("not written to disk then: that would have cost more than it was likely to save")
-                tier = where(*chunk)
-                events.append(f"in the {tier} tier now" if tier else self._gone(stored.at_ms, now_ms))
-                fates.append(admin_pb2.KeyFate(namespace_id=chunk[0], tenant_id=chunk[1], events=events))
-            if len(fates) >= EXPLAINED_MAX:
-                break
-        for namespace, refused in self._refused.get(start, {}).items():
-            text = f"not stored {_ago(refused.at_ms, now_ms)}, for request {refused.request}: {refused.reason}"
-            fates.append(admin_pb2.KeyFate(namespace_id=namespace, events=[text]))
-        for namespace, tenant in places:
-            if (namespace, tenant, key) not in known and (tier := where(namespace, tenant, key)):
+        whole key is looked for; `where(namespace, tenant, key)`: the tier that holds it now, or "". None: go on."""
+        histories: dict[tuple[bytes, bytes, bytes], list[_Event]] = {}
+        for log in (self._stored, self._refused):
+            for event, known in log.of(key):
+                for full in known:
+                    histories.setdefault((event.namespace, event.tenant, full), []).append(event)
+        told = list(histories.items())[:EXPLAINED_MAX]
+        for (namespace, tenant, full), history in told:
+            tier = where(namespace, tenant, full) if tenant else ""
+            events = self._history(history, tier, now_ms)
+            yield admin_pb2.KeyFate(namespace_id=namespace, tenant_id=tenant, events=events)
+        count = len(told)
+        for number, (namespace, tenant) in enumerate(places, 1):
+            if count >= EXPLAINED_MAX:
+                return
+            if (namespace, tenant, key) not in histories and (tier := where(namespace, tenant, key)):
+                count += 1
                 events = [f"in the {tier} tier now; when it was stored is no longer known"]
-                fates.append(admin_pb2.KeyFate(namespace_id=namespace, tenant_id=tenant, events=events))
-        return fates[:EXPLAINED_MAX]
+                yield admin_pb2.KeyFate(namespace_id=namespace, tenant_id=tenant, events=events)
+            elif number % PLACES_PER_SLICE == 0:
+                yield None
 
-    def _gone(self, since_ms: int, now_ms: int) -> str:
-        """Which chunk made room for which is not recorded; who needed room, and when, is."""
-        by_group: dict[str, int] = {}
-        first_ms = last_ms = 0
-        for eviction in self._evictions:
-            if eviction.at_ms >= since_ms:
-                by_group[eviction.group] = by_group.get(eviction.group, 0) + eviction.chunks
-                first_ms, last_ms = first_ms or eviction.at_ms, eviction.at_ms
+    def _history(self, history: list[_Event], tier: str, now_ms: int) -> list[str]:
+        """Of one chunk, which is in that tier now ("": in none)."""
+        newest = sorted(history, key=lambda event: event.order)[-EVENTS_MAX:]
+        told: list[str] = []
+        for event, later in itertools.zip_longest(newest, newest[1:]):
+            told += _told(event, now_ms)
+            if later is None and tier:
+                told.append(f"in the {tier} tier now")
+            elif event.reason:
+                continue
+            elif later is None:
+                told.append(f"in no tier now; since it was stored {self._causes(event, now_ms, now_ms)}")
+            else:
+                causes = self._causes(event, later.at_ms, now_ms)
+                told.append(f"not in memory {_ago(later.at_ms, now_ms)}; until then {causes}")
+        return told
+
+    def _causes(self, stored: _Event, until_ms: int, now_ms: int) -> str:
+        """Why the chunk may have gone until then. Which chunk made room for which is not recorded; who needed room, and
+        when, is."""
+        begin = bisect.bisect_left(self._evictions, stored.at_ms, key=lambda eviction: eviction.last_ms)
+        end = bisect.bisect_right(self._evictions, until_ms, key=lambda eviction: eviction.first_ms)
+        by_group: Counter[str] = Counter()
+        evictions = [self._evictions[i] for i in range(max(begin, end - EVICTIONS_TOLD), end)]
+        for eviction in evictions:
+            by_group[eviction.group] += eviction.chunks
         causes = [f"{chunks} chunks were evicted to make room for {group}" for group, chunks in by_group.items()]
         if causes:
-            causes[-1] += f", the first {_ago(first_ms, now_ms)} and the last {_ago(last_ms, now_ms)}"
-        removals = [(at_ms, what) for at_ms, what in self._removals if at_ms >= since_ms]
-        causes += [f"an operator removed {what} {_ago(at_ms, now_ms)}" for at_ms, what in removals]
-        return "in no tier now; since it was stored " + ("; ".join(causes) or "nothing is known to have been evicted")
+            first, last = _ago(evictions[0].first_ms, now_ms), _ago(evictions[-1].last_ms, now_ms)
+            causes[-1] += f", the first {first} and the last {last}"
+        chunk = ChunkId(stored.namespace, stored.tenant, stored.keys[0])
+        causes += [
+            f"an operator removed {what} {_ago(at_ms, now_ms)}"
+            for at_ms, scope, what in self._removals
+            if stored.at_ms <= at_ms <= until_ms and scope.covers(chunk)
+        ]
+        return "; ".join(causes) or "nothing is known to have been evicted or removed"
 
     def counts(self) -> list[admin_pb2.AdmissionCount]:
         return [
@@ -266,10 +385,18 @@ def _ago(at_ms: int, now_ms: int) -> str:
     return f"{max(0, now_ms - at_ms) / 1000:.1f} s ago"
 
 
-def _explained(kept: _Kept, now_ms: int) -> admin_pb2.Explained:
-    return admin_pb2.Explained(
-        decision=kept.decision, group=kept.group, age_s=(now_ms - kept.at_ms) / 1000, namespace_id=kept.namespace
-    )
+def _told(event: _Event, now_ms: int) -> list[str]:
+    when = _ago(event.at_ms, now_ms)
+    if event.reason:
+        return [f"not stored {when}, for {event.by}: {event.reason}"]
+    only = ["not written to disk then: that would have cost more than it was likely to save"]
+    return [f"stored {when} by {event.by}", *(only if event.memory_only else [])]
+
+
+def _outcome_name(outcome: int) -> str:
+    """Of a commit: STORED, PRESENT, or why it was refused."""
+    name: str = store_pb2.Outcome.Name(store_pb2.Outcome.ValueType(outcome))
+    return name.removeprefix("OUTCOME_").removeprefix("REJECTED_")
 
 
 def _starts(keys: Iterable[bytes]) -> set[bytes]:

@@ -19,6 +19,7 @@ _TIER_GAUGES = {
     "overhead_bytes": "The table, beside the capacity.",
     "ready_bytes": "cpu: pre-faulted so far, only these can be granted; fs: all of it once its index is read.",
     "chunks": "Committed chunks.",
+    "tenants": "Tenants with a chunk.",
     "quarantined_slots": "Slots that held bytes nobody wrote, not used again by this instance.",
     "unindexed_chunks": "Chunks on disk that a kill now would forget.",
 }
@@ -54,11 +55,13 @@ class DaemonCollector(Collector):
 
 def _admission(stats: admin_pb2.StatsReply) -> Iterator[Metric]:
     decisions = CounterMetricFamily(
-        "kvstore_decisions", "What engines decided about loading and storing, by reason.", labels=["kind", "reason"]
+        "kvstore_decisions",
+        "What engines decided about loading and storing, and commits that were rejected, by reason.",
+        labels=["kind", "reason"],
     )
     refused = CounterMetricFamily(
         "kvstore_refused_chunks",
-        "Chunks of prompts that engines did not store, or not on disk.",
+        "Chunks that engines did not store, or not on disk, and those that were written and rejected.",
         labels=["kind", "reason"],
     )
     for count in stats.decisions:
@@ -97,5 +100,4 @@ def families(stats: admin_pb2.StatsReply) -> Iterator[Metric]:
     )  # fmt: skip
     yield GaugeMetricFamily("kvstore_sessions", "Connected processes.", value=len(stats.sessions))
     yield GaugeMetricFamily("kvstore_namespaces", "Namespace documents kept.", value=stats.namespaces)
-    yield GaugeMetricFamily("kvstore_tenants", "Tenants with a chunk.", value=stats.tenants)
     yield GaugeMetricFamily("kvstore_uptime_seconds", "Since this instance started.", value=stats.uptime_s)

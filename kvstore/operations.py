@@ -18,7 +18,7 @@ from kvstore.quotas import CPU_TIER, Quotas
 from kvstore.rpc.v1 import admin_pb2
 from kvstore.store import ROLE_NAMES, Store
 from kvstore.tenant import TENANT_ID_BYTES, tenant_id
-from kvstore.tiers.base import Removed, Scope
+from kvstore.tiers.base import ChunkId, Removed, Scope
 from kvstore.tiers.cpu import CpuTier
 
 
@@ -63,11 +63,13 @@ class Operations:
             removals=index["removals"],
             corruptions=0,  # only a tier with checksums can see one
             ready_bytes=self._tier.ready_bytes,
+            tenants=index["tenants"],
         )
+        tiers = [cpu] if self._movement is None else [cpu, self._fs_stats(self._movement)]
         return admin_pb2.StatsReply(
             instance_id=self._store.instance_id,
             uptime_s=(now_ms - self._started_ms) / 1000,
-            tiers=[cpu] if self._movement is None else [cpu, self._fs_stats(self._movement)],
+            tiers=tiers,
             sessions=[
                 admin_pb2.SessionStats(
                     role=ROLE_NAMES[session.role],
@@ -80,7 +82,7 @@ class Operations:
                 for session in self._store.connected()
             ],
             namespaces=len(self._store.documents()),
-            tenants=index["tenants"],
+            tenants=max(tier.tenants for tier in tiers),
             stores=counts.stores,
             failed_loads=counts.failed_loads,
             poison_commits=index["poison_commits"],
@@ -110,6 +112,7 @@ class Operations:
             quarantined_slots=fs.quarantined,
             scrubbed_chunks=fs.scrubbed_chunks,
             unindexed_chunks=fs.unindexed,
+            tenants=fs.tenants,
         )
 
     # -- quotas --------------------------------------------------------------------------------------------------
@@ -271,13 +274,12 @@ class Operations:
         """From the cpu tier: `go_on` does it. None: it is not meant. NotFound, ProtocolError: nothing is removed then,
         in any tier. When it is done `remove_lower` does the rest; both within `keeping_below`, entered at once."""
         namespace, tenant = self._named(request.what)
-        if not request.dry_run:
-            self._store.explanations.removed(f"chunks from {request.what.tier or 'every tier'}", now_ms)
         older, nbytes = request.HasField("older_than_ms"), request.HasField("bytes")
         if nbytes and request.bytes == 0:
             raise ProtocolError("a removal of 0 bytes")
         if request.what.tier not in ("", CPU_TIER):
             self._require_known(namespace, tenant)
+            self._note_removal(request, namespace, tenant, now_ms)
             return None
         removal = self._index.begin_removal(
             namespace=namespace,
@@ -288,7 +290,23 @@ class Operations:
         )
         # Only now: the first chunk of a tenant that is unknown so far may be on its way.
         self._require_known(namespace, tenant)
+        self._note_removal(request, namespace, tenant, now_ms)
         return removal
+
+    def _note_removal(
+        self, request: admin_pb2.RemoveRequest, namespace: bytes | None, tenant: bytes | None, now_ms: int
+    ) -> None:
+        """For those who ask what became of a chunk."""
+        if request.dry_run:
+            return
+        some = [f"chunks of {name}" for name, given in (("its namespace", namespace), ("its tenant", tenant)) if given]
+        what = " and ".join(some).replace("and chunks of", "and") or "chunks"
+        if request.HasField("older_than_ms"):
+            what += f" not used for {request.older_than_ms / 1000:g} s"
+        if request.HasField("bytes"):
+            what = f"the least recently used {what}, {request.bytes} bytes,"
+        what += f" from {request.what.tier or 'every tier'}"
+        self._store.explanations.removed(Scope(namespace, tenant), what, now_ms)
 
     def keeping_below(self, request: admin_pb2.RemoveRequest) -> AbstractContextManager[None]:
         """Of a removal that has begun: nothing that it covers comes up from the fs tier, if all of that is to go."""
@@ -362,27 +380,30 @@ class Operations:
 
     # -- explanations --------------------------------------------------------------------------------------------
 
-    def explain(self, request: admin_pb2.ExplainRequest, now_ms: int) -> admin_pb2.ExplainReply:
-        """ProtocolError: neither a request nor a key, or too little of one."""
+    def explain(self, request: admin_pb2.ExplainRequest, now_ms: int) -> Iterator[admin_pb2.ExplainReply]:
+        """Pieces of the answer. ProtocolError: neither a request nor a key, or too little of one."""
         match request.WhichOneof("about"):
             case "request" if request.request:
-                decisions = self._store.explanations.of_request(request.request, now_ms)
-                # Of what was missed last: what became of it.
-                missed = [each.decision.refused for each in decisions if not each.decision.is_store]
-                keys = self._fates(missed[-1], now_ms) if missed and missed[-1] else []
-                return admin_pb2.ExplainReply(decisions=decisions, keys=keys)
+                missed = b""
+                for explained in self._store.explanations.of_request(request.request, now_ms):
+                    yield admin_pb2.ExplainReply(decisions=[] if explained is None else [explained])
+                    if explained is not None and not explained.decision.is_store:
+                        missed = explained.decision.refused
+                if missed:  # of what was missed last: what became of it
+                    yield from self._fates(missed, now_ms)
             case "key" if REFUSED_PREFIX_BYTES <= len(request.key) <= limits.KEY_BYTES_MAX:
-                return admin_pb2.ExplainReply(keys=self._fates(request.key, now_ms))
+                yield from self._fates(request.key, now_ms)
             case _:
                 raise ProtocolError(
                     f"neither a request's id nor at least the first {REFUSED_PREFIX_BYTES} bytes of a key"
                 )
 
-    def _fates(self, key: bytes, now_ms: int) -> list[admin_pb2.KeyFate]:
+    def _fates(self, key: bytes, now_ms: int) -> Iterator[admin_pb2.ExplainReply]:
         places = [row[:2] for row in self._index.usage(None, limit=limits.ROWS_PER_PAGE)]
         if self._movement is not None:
             places += [row[:2] for row in self._movement.fs.usage()]
-        return self._store.explanations.of_key(key, list(dict.fromkeys(places)), self._tier_of, now_ms)
+        for fate in self._store.explanations.of_key(key, dict.fromkeys(places), self._tier_of, now_ms):
+            yield admin_pb2.ExplainReply(keys=[] if fate is None else [fate])
 
     def _tier_of(self, namespace: bytes, tenant: bytes, key: bytes) -> str:
         if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
@@ -390,6 +411,8 @@ class Operations:
         code = self._index.lookup(namespace, tenant, [key])[0]
         sick = "" if self._movement is None else self._movement.fs.sick or ""
         on_disk = f"fs (sick, so it is not read: {sick})" if sick else "fs"
+        if code == CPU and self._movement is not None and self._movement.fs.contains(ChunkId(namespace, tenant, key)):
+            return f"{CPU_TIER} tier and the {on_disk}"
         return {CPU: CPU_TIER, PENDING: f"{on_disk} (being read)", FS: on_disk}.get(code, "")
 
 

@@ -290,7 +290,12 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         self, request: admin_pb2.ExplainRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ExplainReply:
         await self._require_operator(context)
-        return await _answer(context, lambda: self._operations.explain(request, clock_ms()))
+        slices = self._operations.explain(request, clock_ms())
+        reply = admin_pb2.ExplainReply()
+        while (piece := await _answer(context, lambda: next(slices, None))) is not None:
+            reply.MergeFrom(piece)
+            await asyncio.sleep(0)
+        return reply
 
     async def Check(self, _: admin_pb2.CheckRequest, context: grpc.aio.ServicerContext) -> admin_pb2.CheckReply:
         await self._require_operator(context)

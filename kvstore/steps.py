@@ -81,6 +81,7 @@ class _Batch(NamedTuple):
     keys: list[bytes]
     parents: list[bytes]
     tickets: list[int]
+    decision: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +213,18 @@ class Steps:
         return self._grants_short.get(kind, Outcome.UNSPECIFIED)
 
     def commit(
-        self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes, *, memory_only: bool = False
+        self,
+        slot: int,
+        generation: int,
+        tenant: bytes,
+        key: bytes,
+        parent: bytes,
+        *,
+        memory_only: bool = False,
+        decision: int = 0,
     ) -> int:
         """The chunk is complete in the slot: make it visible. Returns a ticket for `wait`. `parent` may be b"".
-        `memory_only`: it is not to be written through to the fs tier."""
+        `memory_only`: it is not to be written through to the fs tier. `decision`: the number of the one to store it."""
         self._session.require_own_process()
         with self._lock:
             self._tickets += 1
@@ -229,7 +238,7 @@ class Steps:
                 self._settle_tickets([(self._tickets, Outcome.NOT_GRANTED)])
                 self._aborts.append((slot, generation))
             else:
-                self._commit(slot, generation, tenant, key, parent, memory_only)
+                self._commit(slot, generation, tenant, key, parent, memory_only, decision)
             self._operations += 1
             return self._tickets
 
@@ -250,7 +259,7 @@ class Steps:
                     part = slice(begin, begin + OPERATIONS_PER_STEP_MAX)
                     slots, generations = map(list, zip(*refs[part], strict=True))
                     batch = _Batch(
-                        tenant, False, slots, generations, list(keys[part]), list(parents[part]), tickets[part]
+                        tenant, False, slots, generations, list(keys[part]), list(parents[part]), tickets[part], 0
                     )
                     self._commits.append(batch)
                 self._operations += len(refs)
@@ -519,16 +528,26 @@ class Steps:
         free = self._grants[kind]
         return [free.popleft() for _ in range(min(count, len(free)))]
 
-    def _commit(self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes, memory_only: bool) -> None:
+    def _commit(
+        self,
+        slot: int,
+        generation: int,
+        tenant: bytes,
+        key: bytes,
+        parent: bytes,
+        memory_only: bool,
+        decision: int,
+    ) -> None:
         """Under the last ticket; with those queued last where it is of their kind."""
         batch = self._commits[-1] if self._commits else None
         if (
             batch is None
             or batch.tenant != tenant
             or batch.memory_only is not memory_only
+            or batch.decision != decision
             or len(batch.tickets) >= OPERATIONS_PER_STEP_MAX
         ):
-            batch = _Batch(tenant, memory_only, [], [], [], [], [])
+            batch = _Batch(tenant, memory_only, [], [], [], [], [], decision)
             self._commits.append(batch)
         batch.slots.append(slot)
         batch.generations.append(generation)
@@ -653,6 +672,7 @@ class Steps:
                 keys=batch.keys,
                 parents=batch.parents,
                 memory_only=batch.memory_only,
+                decision=batch.decision,
             )
             tickets += batch.tickets
             room -= len(batch.tickets)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from kvstore import limits
-from kvstore._native import STORED, Index, class_bytes
+from kvstore._native import PRESENT, STORED, Index, class_bytes
 from kvstore.decisions import is_full
 from kvstore.errors import (
     BadKey,
@@ -163,6 +163,7 @@ class _Batch(NamedTuple):
     keys: list[bytes]
     parents: list[bytes]
     memory_only: bool
+    decision: int
 
     @classmethod
     def of(cls, commits: store_pb2.Commits) -> "_Batch":
@@ -174,7 +175,7 @@ class _Batch(NamedTuple):
                 "parents; each chunk has one of each"
             )
         refs = list(zip(slots, generations, strict=True))
-        return cls(commits.tenant, refs, list(keys), list(parents), commits.memory_only)
+        return cls(commits.tenant, refs, list(keys), list(parents), commits.memory_only, commits.decision)
 
 
 @dataclass(slots=True)
@@ -373,6 +374,12 @@ class Store:
         reply = store_pb2.StepReply(number=request.number)
         if request.HasField("probe") or request.fresh_namespace:
             self._change_state(group, request, reply)
+        # Before the commits: what a request missed is explained by what had happened until then.
+        sick = "" if self._movement is None or not request.decisions else self._movement.fs.sick or ""
+        for decision in request.decisions:
+            # What came of a decision may be told to another daemon, before the workers have come to it.
+            namespace = group.kinds[decision.kind].namespace if decision.kind < len(group.kinds) else b""
+            self.explanations.told(group.name, namespace, decision, now_ms, sick=sick)
         for batch in batches:
             reply.outcomes.extend(cast("list[store_pb2.Outcome]", self._commit(group, batch, now_ms)))
         self._abort(group, [(at.slot, at.generation) for at in request.aborts])
@@ -386,7 +393,8 @@ class Store:
                 self._index.touch(namespace, chain.tenant, list(chain.keys), now_ms, again=chain.again)
                 if self._movement is not None:
                     self._movement.touched(namespace, chain.tenant, chain.keys, worth_disk=chain.worth_disk)
-        if self._movement is not None and group.complete() and not group.refused:
+        if self._movement is not None and request.promotes and group.complete() and not group.refused:
+            evictions = self._index.stats()["evictions"]
             for chain in request.promotes:
                 kind = group.kinds[chain.kind]
                 self._movement.promote(
@@ -397,11 +405,9 @@ class Store:
                     kind.chunk_bytes,
                     waited=not chain.unwaited,
                 )
+            evicted = self._index.stats()["evictions"] - evictions
+            self.explanations.evicted(f"what {group.name} had read from disk", evicted, now_ms)
         self.counts.misses += request.misses
-        for decision in request.decisions:
-            # What came of a decision may be told to another daemon, before the workers have come to it.
-            namespace = group.kinds[decision.kind].namespace if decision.kind < len(group.kinds) else b""
-            self.explanations.told(group.name, namespace, decision, now_ms)
         self._learn(request, reply)
         while group.reads:
             chunks, seconds = group.reads.popleft()
@@ -724,6 +730,7 @@ class Store:
         outcomes: list[int] = [store_pb2.OUTCOME_NOT_GRANTED] * len(batch.refs)
         unsalted = self.require_cache_salt and batch.tenant == self._unsalted
         passed: dict[int, list[int]] = {}  # number of the kind -> positions
+        rejected: dict[tuple[bytes, int], list[bytes]] = {}  # namespace, outcome -> keys
         for position, ref in enumerate(batch.refs):
             # Out of `granted` at once: a second commit of the same reference in this message has no grant.
             grant = group.granted.pop(ref, None)
@@ -735,6 +742,7 @@ class Store:
                 continue
             if in_epoch:
                 outcomes[position] = _REJECTED_ADMISSION
+                rejected.setdefault((grant.kind.namespace, _REJECTED_ADMISSION), []).append(batch.keys[position])
             self._no_longer_granted(grant.kind, 1)
             self._index.abort(group.number, [ref])
         for number, positions in passed.items():
@@ -747,6 +755,8 @@ class Store:
                 outcomes[position] = code  # the numbers of wire and index agree; not granted: removed meanwhile
                 if code == STORED:
                     stored.append(position)
+                elif code != PRESENT:
+                    rejected.setdefault((kind.namespace, code), []).append(batch.keys[position])
             self.counts.stores += len(stored)
             keys = [batch.keys[position] for position in stored]
             self.explanations.stored(
@@ -756,6 +766,10 @@ class Store:
                 for position, key in zip(stored, keys, strict=True):
                     chunk = ChunkId(kind.namespace, batch.tenant, key)
                     self._movement.stored(chunk, *batch.refs[position], kind.chunk_bytes, memory_only=batch.memory_only)
+        for (namespace, outcome), keys in rejected.items():
+            self.explanations.rejected(group.name, namespace, batch.tenant, keys, outcome, now_ms)
+        if batch.decision:
+            self.explanations.committed(group.name, batch.decision, outcomes)
         return outcomes
 
     def _abort(self, group: Group, refs: Iterable[Ref]) -> None:

@@ -25,6 +25,17 @@ _WHY = {
     "WORTH_IT": "likely to be used again",
     "PRESENT": "all of it was there",
     "ADMISSION": "would cost more than it is likely to save",
+    "LEFT_OUT": "the request left the tier out that had it, by kv_load_tiers",
+    "TIER_FULL": "the daemon had no slot to give",
+    "NOT_GRANTED": "the engine held its share of the daemon's slots already",
+    "NO_SLOT_YET": "the daemon had not given enough slots in time",
+    "DAEMON_SLOW": "the daemon did not run just then",
+}
+_CAME = {
+    "PRESENT": "there already",
+    "QUOTA": "rejected: QUOTA (its tenant's; `kvstore quota get` shows it)",
+    "ADMISSION": "rejected: ADMISSION (this daemon takes no chunk without a cache_salt)",
+    "NOT_GRANTED": "given up: their slots had been taken back, as when an operator removes chunks",
 }
 
 
@@ -32,7 +43,8 @@ def explain(
     about: Annotated[
         str | None,
         typer.Argument(
-            metavar="[REQUEST|KEY]", help="A request's id or how it begins, or a key in hex (8 bytes or more)."
+            metavar="[REQUEST|KEY]",
+            help="A request's id or how it begins (the client's own too), or a key in hex, 8 bytes or more.",
         ),
     ] = None,
     namespaces: Annotated[
@@ -95,7 +107,8 @@ def _load(decision: Mapping[str, object], why: str) -> list[str]:
     lines.append(f"  chosen: {chosen}, {why}")
     lines.append(f"  outcome: {decision['outcome'] or 'not known yet'}")
     if decision["first_missing"]:
-        lines.append(f"  the first chunk that was not there has the key {decision['first_missing']}...")
+        lines.append(f"  the first chunk that was not there has the key {decision['first_missing']}...:")
+        lines += [f"    {each}" for each in cast("Sequence[str]", decision["missing"])]
     if decision["load_s"]:
         lines.append(
             f"  measured: loaded after {_ms(decision['load_s'])}; recomputing that part would have taken "
@@ -108,11 +121,17 @@ def _load(decision: Mapping[str, object], why: str) -> list[str]:
 
 def _store(decision: Mapping[str, object], why: str) -> list[str]:
     refused = decision["refused_chunks"]
-    stored = f"stored up to token {decision['end_tokens']} of {decision['prompt_tokens']}"
-    lines = [f"  {stored}, {why}" + (f"; {refused} chunks refused" if refused else "")]
+    chosen = f"store up to token {decision['end_tokens']} of {decision['prompt_tokens']}"
+    lacking = f" ({decision['chunks']} chunks were not there)" if decision["chunks"] else ""
+    lines = [f"  chosen: {chosen}{lacking}, {why}" + (f"; {refused} chunks refused" if refused else "")]
     if reason := str(decision["disk_reason"]):
         on_disk = f"on disk up to token {decision['disk_end_tokens']}, {_why(reason)}"
-        lines.append(f"  {on_disk}; {decision['disk_refused_chunks']} chunks in memory only")
+        lines.append(f"          {on_disk}; {decision['disk_refused_chunks']} chunks in memory only")
+    committed = cast("Mapping[str, int]", decision["committed"])
+    came = [f"{committed.get('STORED', 0)} chunks stored"] if committed or decision["chunks"] else []
+    came += [f"{committed[name]} {_CAME.get(name, f'rejected: {name}')}" for name in committed if name != "STORED"]
+    if came:
+        lines.append(f"  outcome so far, what the request generated included: {', '.join(came)}")
     return lines
 
 

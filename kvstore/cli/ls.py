@@ -71,17 +71,17 @@ def ls(
 def _table(noun: Noun, rows: _Rows) -> Table:
     match noun:
         case Noun.NAMESPACES:
-            table = Table("namespace", "model", "chunks", "size", "tenants")
+            table = Table("namespace", "model", "tier", "chunks", "size", "tenants")
             for row in rows:
                 table.add_row(
-                    str(row["namespace_id"]), model_name(row["document"]), str(row["chunks"]), _size(row["bytes"]),
+                    str(row["namespace_id"]), model_name(row["document"]), *_by_tier(row),
                     str(row["tenants"]),
                 )  # fmt: skip
         case Noun.TENANTS:
-            table = Table("tenant", "chunks", "size", "namespaces")
+            table = Table("tenant", "tier", "chunks", "size", "namespaces")
             for row in rows:
                 name = f"{row['tenant_id']}{' (unsalted)' if row['unsalted'] else ''}"
-                table.add_row(name, str(row["chunks"]), _size(row["bytes"]), str(row["namespaces"]))
+                table.add_row(name, *_by_tier(row), str(row["namespaces"]))
         case Noun.SESSIONS:
             table = Table("role", "group", "pid", "uid", "rank", "namespace")
             for row in rows:
@@ -95,6 +95,13 @@ def _table(noun: Noun, rows: _Rows) -> Table:
                     _size(row["bytes"]), f"{row['idle_s']:.1f} s", "yes" if row["pinned"] else "",
                 )  # fmt: skip
     return table
+
+
+def _by_tier(row: dict[str, object]) -> tuple[str, str, str]:
+    """Tiers, chunks and sizes, a line for each tier: a chunk may be in both."""
+    by_tier = cast("dict[str, dict[str, int]]", row["by_tier"])
+    chunks = (str(tier["chunks"]) for tier in by_tier.values())
+    return "\n".join(by_tier), "\n".join(chunks), "\n".join(_size(tier["bytes"]) for tier in by_tier.values())
 
 
 def _size(nbytes: object) -> str:

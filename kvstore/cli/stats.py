@@ -20,9 +20,10 @@ def stats(endpoint: Endpoint = None, json: Json = False) -> None:
 
 
 def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
+    tenants = " and ".join(f"{tier.tenants} tenants in {tier.name}" for tier in reply.tiers)
     console.print(
         f"instance {reply.instance_id.hex()}, up {reply.uptime_s:.0f} s, {reply.namespaces} namespaces, "
-        f"{reply.tenants} tenants, {reply.stores} stores, {reply.failed_loads} failed loads, "
+        f"{tenants}, {reply.stores} stores, {reply.failed_loads} failed loads, "
         f"eviction policy {reply.eviction_policy}",
         highlight=False,
     )
@@ -37,6 +38,9 @@ def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
             state = f"sick: {tier.sick}" if tier.sick else "well"
             lost = f"{tier.dropped_stores} stores dropped, {tier.quarantined_slots} slots quarantined"
             console.print(f"{tier.name}: {state}; {lost} so far", highlight=False)
+    for decided in reply.decisions:
+        if decided.kind == "commit":
+            console.print(f"rejected, {decided.reason}: {decided.refused_chunks} chunks so far", highlight=False)
     sessions = Table("role", "group", "pid", "uid", "rank", "namespace")
     for session in reply.sessions:
         sessions.add_row(

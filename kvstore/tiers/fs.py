@@ -357,6 +357,7 @@ class FsTier:
             writes_queued=self._writes.count if ready else 0,
             reads_queued=len(self._reads.running) if ready else 0,
             scrubbed_chunks=self._scrub.chunks,
+            tenants=catalog.tenant_count,
             unindexed=self._journal.unindexed if ready else 0,
         )
 

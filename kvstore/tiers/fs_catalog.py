@@ -216,6 +216,7 @@ class Catalog:
         self.usage: dict[tuple[bytes, bytes], Usage] = {}  # by namespace and tenant
         self.watchers: list[Watcher] = []  # walks that are told of what comes and goes meanwhile
         self.tenants: dict[bytes, Tenant] = {}  # that have chunks or a quota
+        self.tenant_count = 0  # of those that have chunks
         self.tick = 0
         self.reserved_bytes = 0  # of slabs being made or removed
         self.barred_numbers: set[int] = set()  # of slabs being made, or whose file could not be removed
@@ -402,6 +403,7 @@ class Catalog:
         self.entries[chunk] = entry
         tenant = self._tenant(chunk.tenant)
         _link(entry, slab.size_class.end, tenant.end)
+        self.tenant_count += tenant.used_bytes == 0
         tenant.used_bytes += slab.slot_bytes
         if self.on_change is not None:
             self.on_change(chunk, True)
@@ -427,6 +429,7 @@ class Catalog:
         entry.older = entry.newer = slab.size_class.end
         entry.older_of_tenant = entry.newer_of_tenant = tenant.end
         tenant.used_bytes -= slab.slot_bytes
+        self.tenant_count -= tenant.used_bytes == 0
         self._drop_idle_tenant(entry.chunk.tenant)
         del slab.held[entry.place.slot]
         slab.taken += 1

@@ -43,6 +43,7 @@ class FsStats(TierStats):
     writes_queued: int
     reads_queued: int
     scrubbed_chunks: int
+    tenants: int  # with a chunk
     unindexed: int  # chunks on disk that the next start would not know of after a kill now
 
 

@@ -1,6 +1,7 @@
 """`kvstore explain` against a real daemon, and what engines tell it: decisions, and what they learned."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstore.cli import app
-from kvstore.client import StoreClient
+from kvstore.client import Rejected, RejectReason, StoreClient
 from kvstore.costmodel import Alternative
 from kvstore.decisions import Decision, Room
 from kvstore.errors import LimitExceeded
@@ -125,7 +126,45 @@ def test_a_request_that_missed_says_what_became_of_the_chunk_it_missed(
     found = explain(daemon, "cmpl-3")
     assert found["decisions"][0]["first_missing"] == key(1)[:8].hex()
     assert "an operator removed" in found["keys"][0]["events"][1]
+    client.put(None, {key(1): payload(1)})
+    [found] = explain(daemon, "cmpl-3")["decisions"]
+    assert "an operator removed chunks from every tier" in found["missing"][1]
+    assert "an operator removed chunks from every tier" in shown(daemon, "cmpl-3")
     assert daemon.stats()["decisions"][0]["refused_chunks"] == 0
+
+
+def test_a_put_that_is_rejected_says_why(daemon: Daemon, client: StoreClient) -> None:
+    CliRunner().invoke(app, ["quota", "set", "0", "--tenant", "poor", "--endpoint", daemon.endpoint])
+    assert client.put("poor", {key(1): payload(1)}) == {key(1): Rejected(RejectReason.QUOTA)}
+    [fate] = explain(daemon, key(1).hex())["keys"]
+    assert fate["events"][0].endswith("for client-1: QUOTA")
+    [count] = daemon.stats()["decisions"]
+    assert count == {"kind": "commit", "reason": "QUOTA", "decisions": 1, "refused_chunks": 1}
+    table = CliRunner().invoke(app, ["stats", "--endpoint", daemon.endpoint]).stdout
+    assert "rejected, QUOTA: 1 chunks so far" in table
+
+
+def test_a_store_says_what_came_of_it_beside_what_was_chosen() -> None:
+    with running_daemon(verify=False) as daemon, Session.attach(daemon.endpoint, CLIENT) as session:
+        steps, poor = Steps(session), session.tenant_id("poor")
+        CliRunner().invoke(app, ["quota", "set", "0", "--tenant", "poor", "--endpoint", daemon.endpoint])
+        steps.tell(Decision(5, "cmpl-5", True, "LEARNING", 512, tier="cpu", end_tokens=512, chunks=2))
+        steps.settle(WAIT_S)
+        assert "outcome so far, what the request generated included: 0 chunks stored\n" in shown(daemon, "cmpl-5")
+        tickets = [steps.commit(*ref, poor, key(1), b"", decision=5) for ref in steps.wait_grants(1, WAIT_S)]
+        assert steps.wait(tickets, WAIT_S) == [Outcome.REJECTED_QUOTA]
+        text = shown(daemon, "cmpl-5")
+        assert "chosen: store up to token 512 of 512 (2 chunks were not there), LEARNING" in text
+        assert "0 chunks stored, 1 rejected: QUOTA" in text
+
+
+def test_a_put_without_a_slot_says_why(daemon: Daemon, client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Steps, "wait_grants", lambda *_, **__: [])
+    monkeypatch.setattr(Steps, "grants_short", lambda *_: Outcome.REJECTED_TIER_FULL)
+    assert client.put(None, {key(1): payload(1)}) == {key(1): Rejected(RejectReason.TIER_FULL)}
+    eventually(lambda: daemon.stats()["decisions"] != [], "the daemon knows")
+    [fate] = explain(daemon, key(1).hex())["keys"]
+    assert fate["events"][0].endswith("for client-1: TIER_FULL")
 
 
 def test_a_key_that_had_to_make_room_says_for_whom() -> None:
@@ -136,6 +175,27 @@ def test_a_key_that_had_to_make_room_says_for_whom() -> None:
         assert daemon.tier()["evictions"] > 0
         [fate] = explain(daemon, key(0).hex())["keys"]
         assert "evicted to make room for client-1" in fate["events"][1]
+
+
+def test_what_made_room_for_reads_from_disk_is_told_too(tmp_path: Path) -> None:
+    flags = ["--fs-dir", str(tmp_path / "fs"), "--fs-bytes", "64MiB"]
+    with running_daemon(arguments=flags, cpu_bytes="1MiB") as daemon, client_of(daemon) as client:
+        for name in range(100):
+            client.put(None, {key(name): payload(name)})
+            eventually(lambda: daemon.tier("fs")["chunks"] == name + 1, "it is on disk")  # noqa: B023
+        put = daemon.tier()["evictions"]
+        for name in range(100):
+            assert client.get(None, [key(name)]) == [payload(name)]
+        evicted = daemon.tier()["evictions"]
+        assert evicted > put
+        CliRunner().invoke(app, ["clear", "--yes", "--endpoint", daemon.endpoint])
+        [fate] = explain(daemon, key(0).hex())["keys"]
+        told = re.findall(
+            r"(\d+) chunks were evicted to make room for (what client-1 had read|client-1)", fate["events"][1]
+        )
+        assert [(int(chunks), who) for chunks, who in told] == [
+            (put, "client-1"), (evicted - put, "what client-1 had read"),
+        ]  # fmt: skip
 
 
 def test_what_is_not_known_is_an_error_that_says_why(daemon: Daemon) -> None:

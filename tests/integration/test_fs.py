@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,9 +18,11 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
 
 from kvstore import admin
 from kvstore import client as client_module
+from kvstore.cli import app
 from kvstore.client import Loaded, Lookup, Miss, Present, Rejected, RejectReason, StoreClient, Stored
 from kvstore.errors import Unavailable
 from kvstore.testing import Daemon, running_daemon, start_daemon
@@ -400,6 +403,21 @@ def test_selective_writes_what_was_used_again(fs_dir: Path) -> None:
 DISK_SLOT_BYTES = slot_bytes_for(CHUNK_BYTES)
 
 
+@pytest.mark.parametrize("noun", ["namespaces", "tenants"])
+def test_a_chunk_in_both_tiers_is_listed_under_each(fs_dir: Path, noun: str) -> None:
+    with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
+        client.put("salt", {key(1): payload(1)})
+        wait_for_disk(daemon, 1)
+        shown = CliRunner().invoke(app, ["ls", noun, "--endpoint", daemon.endpoint], env={"COLUMNS": "160"}).stdout
+        header, first, second = (
+            [cell.strip() for cell in re.split("[┃│]", line)]
+            for line in shown.splitlines()
+            if "┃" in line or "│" in line
+        )
+        tier, chunks = header.index("tier"), header.index("chunks")
+        assert {(row[tier], row[chunks]) for row in (first, second)} == {("cpu", "1"), ("fs", "1")}
+
+
 def test_a_quota_on_disk_survives_a_restart_and_costs_the_tenant_its_own_oldest(fs_dir: Path) -> None:
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
         client.put("salt", CHUNKS)
@@ -411,6 +429,10 @@ def test_a_quota_on_disk_survives_a_restart_and_costs_the_tenant_its_own_oldest(
         assert client.get("salt", KEYS) == PAYLOADS  # memory has no quota
     with running_daemon(arguments=fs_flags(fs_dir)) as daemon, client_of(daemon) as client:
         wait_for_disk(daemon, 11)
+        assert [tier["tenants"] for tier in daemon.stats()["tiers"]] == [0, 2]
+        assert daemon.stats()["tenants"] == 2
+        shown = CliRunner().invoke(app, ["stats", "--endpoint", daemon.endpoint]).stdout
+        assert "0 tenants in cpu and 2 tenants in fs" in " ".join(shown.split())
         [quota] = admin.quotas(daemon.endpoint, admin.selection(salt="salt"))
         assert (quota["tier"], quota["bytes"], quota["used_bytes"]) == (
             "fs",
@@ -430,6 +452,7 @@ def test_a_quota_on_disk_survives_a_restart_and_costs_the_tenant_its_own_oldest(
         admin.set_quota(daemon.endpoint, admin.selection(salt="salt"), 0)
         assert client.put("salt", {key(300): payload(300)}) == {key(300): Rejected(RejectReason.QUOTA)}
         assert (fs_tier(daemon)["chunks"], daemon.tier()["chunks"]) == (1, 0)
+        assert [tier["tenants"] for tier in daemon.stats()["tiers"]] == [0, 1]  # one has a quota and nothing else
         admin.set_quota(daemon.endpoint, admin.selection(salt="salt"), None)
         assert client.put("salt", {key(300): payload(300)}) == {key(300): Stored()}
         wait_for_disk(daemon, 2)

@@ -236,6 +236,7 @@ class FakeSteps:
         self.cpu_full = False
         self.fs = Room.NOT_ASKED
         self.memory_only: list[bytes] = []  # keys of commits
+        self.committed_for: list[int] = []  # number of each commit's decision
         self.worth_disk: list[tuple[bytes, ...]] = []  # of touches
         self.tails: set[tuple[int, int]] = set()  # named by requests for slots
 
@@ -283,9 +284,18 @@ class FakeSteps:
         return taken
 
     def commit(
-        self, slot: int, generation: int, tenant: bytes, key: bytes, parent: bytes, *, memory_only: bool = False
+        self,
+        slot: int,
+        generation: int,
+        tenant: bytes,
+        key: bytes,
+        parent: bytes,
+        *,
+        memory_only: bool = False,
+        decision: int = 0,
     ) -> int:
         if not self.broken:
+            self.committed_for.append(decision)
             if memory_only:
                 self.memory_only.append(key)
             self.daemon.commit(slot, generation, tenant, key, parent)

@@ -257,6 +257,41 @@ def test_what_the_disk_is_not_to_have_is_said_with_the_commit_and_taken_back_whe
     assert engine.steps.memory_only == []
 
 
+def test_commits_name_the_decision_that_said_how_many_there_would_be():
+    engine = engine_of()
+    engine.serve("cold", PROMPT)
+    [decision] = [each for each in engine.steps.told if each.is_store]
+    assert decision.chunks == 5
+    assert engine.steps.committed_for == [decision.number] * 5
+    warm(engine, "warm")
+    assert [each for each in engine.steps.told if each.is_store][-1].chunks == 0
+
+
+def test_what_got_no_slot_is_told_with_the_reason():
+    engine = engine_of()
+    engine.daemon.free = engine.daemon.free[:2]
+    engine.serve("cold", PROMPT)
+    _, refused = [each for each in engine.steps.told if each.is_store]
+    assert (refused.request, refused.reason, refused.end_tokens) == ("cold", "TIER_FULL", 2 * CHUNK_TOKENS)
+    assert list(refused.refused) == engine.requests["cold"].block_hashes[5:10:2]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "reason"), [([], Reason.LEFT_OUT), ([{"medium": "CPU"}], LoadReason.LOAD_IS_QUICKER)]
+)
+def test_a_tier_that_the_request_left_out_is_the_reason_when_it_has_the_chunks(tiers, reason):
+    engine = engine_of()
+    engine.serve("cold", PROMPT)
+    assert engine.scheduler.reset_prefix_cache()
+    sampling = {"extra_args": {"kv_transfer_params": {"kv_load_tiers": tiers}}}
+    engine.serve("warm", PROMPT, sampling=sampling)
+    engine.serve("other", [each + 1000 for each in PROMPT], sampling=sampling)
+    loads = [each for each in engine.steps.told if not each.is_store]
+    [hit] = {each.reason for each in loads if each.request == "warm"}
+    [missed] = {each.reason for each in loads if each.request == "other"}
+    assert (hit, missed) == (reason, LoadReason.NO_HIT)
+
+
 def test_what_was_learned_goes_to_the_daemon_and_comes_from_it():
     engine = engine_of()
     engine.serve("cold", PROMPT)

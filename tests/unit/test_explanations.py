@@ -8,6 +8,8 @@ from kvstore import explanations
 from kvstore.costmodel import Alternative
 from kvstore.decisions import Decision
 from kvstore.explanations import EXPLAINED_MAX, Explanations
+from kvstore.rpc.v1 import store_pb2
+from kvstore.tiers.base import Scope
 
 NAMESPACE, TENANT = b"n" * 16, b"t" * 16
 KEY = b"k" * 32
@@ -50,8 +52,8 @@ def test_a_request_is_found_by_how_its_id_begins_with_what_came_of_it() -> None:
     [explained] = known.of_request("request-1", now_ms=2000)
     assert (explained.decision.outcome, explained.age_s, explained.group) == ("loaded", 2.0, "engine")
     assert explained.decision.alternatives[0].seconds == 0.25
-    assert len(known.of_request("request-", 2000)) == 2
-    assert known.of_request("else", 2000) == []
+    assert len(list(known.of_request("request-", 2000))) == 2
+    assert list(known.of_request("else", 2000)) == []
 
 
 def test_what_was_kept_from_the_disk_is_counted_by_itself_and_its_key_says_so() -> None:
@@ -68,11 +70,117 @@ def test_what_was_kept_from_the_disk_is_counted_by_itself_and_its_key_says_so() 
     assert fate.events[2] == "in the cpu tier now"
 
 
+def test_what_came_of_a_store_is_told_apart_from_the_decision() -> None:
+    known = Explanations()
+    tell(known, store(3, []))
+    stored, present, quota = (
+        store_pb2.OUTCOME_STORED, store_pb2.OUTCOME_PRESENT, store_pb2.OUTCOME_REJECTED_QUOTA,
+    )  # fmt: skip
+    known.committed("engine", 3, [stored, quota, present])
+    known.committed("engine", 3, [quota])
+    known.committed("other", 3, [stored])
+    known.committed("engine", 4, [stored])
+    [explained] = known.of_request("request-3", 0)
+    came = {each.outcome: each.chunks for each in explained.committed}
+    assert came == {"STORED": 1, "PRESENT": 1, "QUOTA": 2}
+
+
+def test_a_rejected_chunk_says_why_and_is_counted() -> None:
+    known = Explanations()
+    known.rejected("client-1", NAMESPACE, TENANT, [KEY], store_pb2.OUTCOME_REJECTED_QUOTA, 1000)
+    [fate] = known.of_key(KEY, [], nowhere, 3000)
+    assert (fate.tenant_id, list(fate.events)) == (TENANT, ["not stored 2.0 s ago, for client-1: QUOTA"])
+    [count] = known.counts()
+    assert (count.kind, count.reason, count.decisions, count.refused_chunks) == ("commit", "QUOTA", 1, 1)
+
+
+def test_a_put_that_got_no_slot_is_counted_its_keys_say_why_and_it_pushes_no_request_out() -> None:
+    known = Explanations()
+    tell(known, Decision(1, "", True, "TIER_FULL", 0, refused=[KEY]), group="client-2")
+    [fate] = known.of_key(KEY, [], nowhere, 0)
+    assert list(fate.events) == ["not stored 0.0 s ago, for client-2: TIER_FULL"]
+    assert known.counts()[0].reason == "TIER_FULL"
+    assert list(known.of_request("", 0)) == []
+
+
+def missing(known: Explanations, now_ms: int) -> list[str]:
+    [explained] = known.of_request("request-1", now_ms)
+    return list(explained.missing)
+
+
+def miss(known: Explanations, now_ms: int, **changes: str) -> None:
+    decision = load(reason="NO_HIT", refused=[KEY])
+    known.told("engine", NAMESPACE, decision.message(), now_ms, **changes)
+
+
+def test_why_a_chunk_was_missed_outlives_that_the_same_request_stores_it_again() -> None:
+    known = Explanations()
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 1000)
+    known.evicted("greedy", 3, 1500)
+    known.removed(Scope(tenant=TENANT), "chunks of its tenant from every tier", 2000)
+    miss(known, 3000)
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 3000)
+    known.removed(Scope(), "chunks from every tier", 3500)
+    stored, gone = missing(known, 4000)
+    assert stored == "stored 3.0 s ago by engine"
+    assert "3 chunks were evicted to make room for greedy" in gone
+    assert gone.endswith("; an operator removed chunks of its tenant from every tier 2.0 s ago")
+    [fate] = known.of_key(KEY, [], lambda *_: "cpu", 4000)
+    assert [event.split()[0] for event in fate.events] == ["stored", "not", "stored", "in"]
+    assert "an operator removed chunks of its tenant" in fate.events[1]
+
+
+def test_a_removal_of_others_is_not_told_of_a_key() -> None:
+    known = Explanations()
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 0)
+    known.removed(Scope(tenant=b"u" * 16), "chunks of its tenant from every tier", 1000)
+    known.removed(Scope(namespace=b"m" * 16), "chunks of its namespace from every tier", 1000)
+    [fate] = known.of_key(KEY, [], nowhere, 2000)
+    assert fate.events[-1] == "in no tier now; since it was stored nothing is known to have been evicted or removed"
+
+
+def test_a_chunk_that_was_missed_may_never_have_been_stored_or_was_refused_or_is_of_another_namespace() -> None:
+    never, refused, other, sick = Explanations(), Explanations(), Explanations(), Explanations()
+    miss(never, 0)
+    never.stored("engine", NAMESPACE, TENANT, [KEY], 0)
+    assert missing(never, 0) == ["not known to have been stored, or decided about, before"]
+    tell(refused, store(7, [KEY]))
+    miss(refused, 0)
+    assert missing(refused, 1000) == ["not stored 1.0 s ago, for request request-7: ADMISSION"]
+    other.stored("engine", b"m" * 16, TENANT, [KEY], 0)
+    miss(other, 0)
+    assert missing(other, 0) == [f"stored before only in namespace {(b'm' * 16).hex()}"]
+    sick.stored("engine", NAMESPACE, TENANT, [KEY], 0)
+    miss(sick, 0, sick="it hangs")
+    assert missing(sick, 0)[-1] == "the fs tier was not read then: it hangs"
+
+
+def test_a_request_is_found_by_the_id_its_client_gave_it() -> None:
+    known = Explanations()
+    tell(known, load(request="cmpl-mine-7-0-a1b2"))
+    assert len(list(known.of_request("mine-7", 0))) == len(list(known.of_request("cmpl-mine", 0))) == 1
+    assert list(known.of_request("7", 0)) == []
+
+
+def test_no_slice_of_an_answer_grows_with_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DECISIONS_PER_SLICE", "PLACES_PER_SLICE", "KEYS_LOOKED_AT_MAX"):
+        monkeypatch.setattr(explanations, name, 4)
+    known = Explanations()
+    tell(known, *(load(number) for number in range(20)))
+    told = list(known.of_request("request-19", 0))
+    assert (told.count(None), len(told)) == (5, 6)
+    for number in range(20):
+        known.stored("engine", NAMESPACE, TENANT, [KEY[:8] + number.to_bytes(24, "big")], 0)
+    assert len(list(known.of_key(KEY[:8], [], nowhere, 0))) == 4
+    places = [(number.to_bytes(16, "big"), TENANT) for number in range(8)]
+    assert list(known.of_key(b"other-key" * 3, places, nowhere, 0)) == [None, None]
+
+
 def test_engines_number_their_decisions_independently() -> None:
     known = Explanations()
     tell(known, load(1), group="a")
     tell(known, load(1), group="b")
-    assert len(known.of_request("request-1", 0)) == 2
+    assert len(list(known.of_request("request-1", 0))) == 2
 
 
 def test_decisions_are_counted_once_and_balances_once_their_outcome_is_known() -> None:
@@ -117,7 +225,7 @@ def test_a_key_that_was_stored_says_by_whom_where_it_is_and_who_needed_room_sinc
     assert (fate.namespace_id, fate.tenant_id) == (NAMESPACE, TENANT)
     known.evicted("greedy", 3, now_ms=1500)
     known.evicted("greedy", 4, now_ms=1600)
-    known.removed("chunks from cpu", now_ms=1800)
+    known.removed(Scope(), "chunks from cpu", now_ms=1800)
     [fate] = known.of_key(KEY, [], nowhere, now_ms=2000)
     assert "7 chunks were evicted to make room for greedy, the first 0.5 s ago" in fate.events[1]
     assert "an operator removed chunks from cpu 0.2 s ago" in fate.events[1]
@@ -133,7 +241,7 @@ def test_the_same_key_in_another_namespace_or_tenant_is_another_fate() -> None:
     assert {(fate.namespace_id, fate.tenant_id) for fate in fates} == {
         (NAMESPACE, TENANT), (NAMESPACE, b"u" * 16), (b"m" * 16, TENANT),
     }  # fmt: skip
-    assert known.of_key(b"other-key" * 3, places, nowhere, 0) == []
+    assert list(known.of_key(b"other-key" * 3, places, nowhere, 0)) == []
 
 
 def test_all_of_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +257,12 @@ def test_all_of_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         tell(known, decision)
         known.stored("engine", NAMESPACE, TENANT, [key], 0)
         known.stored("engine", NAMESPACE, TENANT, [], 0)
-    kept = (known._kept, known._refused, known._stored, known._stored_with, known._counts, known._balances)
-    assert [len(each) for each in kept] == [8] * 6
+        known.evicted(f"group-{i}", 1, 0)
+        known.removed(Scope(), "chunks", 0)
+    kept = (known._kept, known._counts, known._balances, known._evictions, known._removals)
+    logs = (known._refused, known._stored)
+    kept += tuple(each for log in logs for each in (log.events, log.by_start))
+    assert [len(each) for each in kept] == [8, 8, 8, 100, 64, 8, 8, 8, 8]
 
 
 def test_of_chunks_stored_together_each_is_found_by_its_own_key_until_they_are_too_many(
@@ -163,10 +275,10 @@ def test_of_chunks_stored_together_each_is_found_by_its_own_key_until_they_are_t
     known.stored("second", NAMESPACE, TENANT, [alike], 1000)
     for key, by in [(KEY, "first"), (alike, "second"), (other, "first")]:
         [fate] = known.of_key(key, [], lambda *_: "cpu", now_ms=2000)
-        assert fate.events[0].endswith(f"by {by}")
-    assert len(known.of_key(KEY[:8], [], nowhere, 2000)) == 2
+        assert fate.events[-2].endswith(f"by {by}")
+    assert len(list(known.of_key(KEY[:8], [], nowhere, 2000))) == 2
     known.stored("third", NAMESPACE, TENANT, [b"third-key" * 3], 2000)
-    assert known.of_key(KEY, [], nowhere, 2000) == known.of_key(other, [], nowhere, 2000) == []
+    assert list(known.of_key(KEY, [], nowhere, 2000)) == list(known.of_key(other, [], nowhere, 2000)) == []
     [fate] = known.of_key(alike, [], nowhere, 2000)
     assert fate.events[0].endswith("by second")
 

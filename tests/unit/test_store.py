@@ -319,6 +319,50 @@ def test_the_first_commit_of_a_key_wins_and_the_second_slot_is_free_again(store:
     assert granted_bytes(store) == 0
 
 
+def test_what_came_of_a_decision_to_store_is_known_by_its_number(store: Store) -> None:
+    session = attach(store)
+    decision = store_pb2.Decision(number=7, request="cmpl-7", is_store=True, reason="LEARNING", chunks=3)
+    one, two, three, four = grants(store, session, 4)
+    batch = commits({1: one, 2: two})
+    batch.decision = 7
+    step(store, session, commits=[batch], decisions=[decision])
+    operations(store).set_quota(admin_pb2.SetQuotaRequest(what=admin_pb2.Selection(salt="salt"), bytes=0))
+    batch = commits({1: three, 3: four})
+    batch.decision = 7
+    step(store, session, commits=[batch])
+    [reply] = operations(store).explain(admin_pb2.ExplainRequest(request="7"), 0)
+    assert {each.outcome: each.chunks for each in reply.decisions[0].committed} == {
+        "STORED": 2,
+        "PRESENT": 1,
+        "QUOTA": 1,
+    }
+    counts = {(each.kind, each.reason): each.refused_chunks for each in operations(store).stats(0).decisions}
+    assert counts[("commit", "QUOTA")] == 1
+
+
+def test_a_miss_is_explained_by_what_was_before_it_though_the_chunk_is_stored_in_the_same_message(store: Store) -> None:
+    session = attach(store)
+    [at] = grants(store, session, 1)
+    batch = commit(at, 1)
+    decision = store_pb2.Decision(number=1, request="cmpl-1", reason="NO_HIT", refused=batch.keys[0][:8])
+    step(store, session, commits=[batch], decisions=[decision])
+    pieces = list(operations(store).explain(admin_pb2.ExplainRequest(request="cmpl-1"), 0))
+    assert list(pieces[0].decisions[0].missing) == ["not known to have been stored, or decided about, before"]
+    assert pieces[1].keys[0].events[-1] == "in the cpu tier now"
+
+
+def test_a_removal_that_is_refused_is_not_told_of_any_key(store: Store) -> None:
+    session = attach(store)
+    [at] = grants(store, session, 1)
+    step(store, session, commits=[commit(at, 1)])
+    nobody = admin_pb2.RemoveRequest(what=admin_pb2.Selection(salt=NOBODY))
+    with pytest.raises(NotFound):
+        operations(store).begin_removal(nobody, 0)
+    operations(store).begin_removal(admin_pb2.RemoveRequest(bytes=4096, older_than_ms=500), 0)
+    [(_, _, what)] = store.explanations._removals
+    assert what == "the least recently used chunks not used for 0.5 s, 4096 bytes, from every tier"
+
+
 def test_a_foreign_slot_can_be_neither_committed_nor_aborted(store: Store) -> None:
     owner, other = attach(store), attach(store)
     [at] = grants(store, owner, 1)

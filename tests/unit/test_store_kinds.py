@@ -186,5 +186,5 @@ def test_a_decision_is_explained_with_the_namespace_of_its_kind(store: Store, sc
     """One of a kind that is not there (yet) harms nobody."""
     decisions = [store_pb2.Decision(number=1 + kind, request=f"request-{kind}", kind=kind) for kind in range(3)]
     step(store, scheduler, decisions=decisions)
-    explained = [store.explanations.of_request(f"request-{kind}", 0)[0].namespace_id for kind in range(3)]
+    explained = [next(store.explanations.of_request(f"request-{kind}", 0)).namespace_id for kind in range(3)]
     assert explained == [*(digest(brought.namespace_document) for brought in kinds()), b""]

@@ -189,16 +189,28 @@ class ExplainRequest(_message.Message):
     def __init__(self, request: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class Explained(_message.Message):
-    __slots__ = ("decision", "group", "age_s", "namespace_id")
+    __slots__ = ("decision", "group", "age_s", "namespace_id", "committed", "missing")
     DECISION_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     decision: _store_pb2.Decision
     group: str
     age_s: float
     namespace_id: bytes
-    def __init__(self, decision: _Optional[_Union[_store_pb2.Decision, _Mapping]] = ..., group: _Optional[str] = ..., age_s: _Optional[float] = ..., namespace_id: _Optional[bytes] = ...) -> None: ...
+    committed: _containers.RepeatedCompositeFieldContainer[Committed]
+    missing: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, decision: _Optional[_Union[_store_pb2.Decision, _Mapping]] = ..., group: _Optional[str] = ..., age_s: _Optional[float] = ..., namespace_id: _Optional[bytes] = ..., committed: _Optional[_Iterable[_Union[Committed, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("outcome", "chunks")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    outcome: str
+    chunks: int
+    def __init__(self, outcome: _Optional[str] = ..., chunks: _Optional[int] = ...) -> None: ...
 
 class KeyFate(_message.Message):
     __slots__ = ("namespace_id", "tenant_id", "events")
@@ -249,7 +261,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("name", "capacity_bytes", "used_bytes", "granted_bytes", "pinned_bytes", "overhead_bytes", "chunks", "hits", "misses", "evictions", "corruptions", "ready_bytes", "removals", "sick", "dropped_stores", "quarantined_slots", "scrubbed_chunks", "unindexed_chunks")
+    __slots__ = ("name", "capacity_bytes", "used_bytes", "granted_bytes", "pinned_bytes", "overhead_bytes", "chunks", "hits", "misses", "evictions", "corruptions", "ready_bytes", "removals", "sick", "dropped_stores", "quarantined_slots", "scrubbed_chunks", "tenants", "unindexed_chunks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +279,7 @@ class TierStats(_message.Message):
     DROPPED_STORES_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     SCRUBBED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     UNINDEXED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     capacity_bytes: int
@@ -285,8 +298,9 @@ class TierStats(_message.Message):
     dropped_stores: int
     quarantined_slots: int
     scrubbed_chunks: int
+    tenants: int
     unindexed_chunks: int
-    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., granted_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., corruptions: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., removals: _Optional[int] = ..., sick: _Optional[str] = ..., dropped_stores: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., scrubbed_chunks: _Optional[int] = ..., unindexed_chunks: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., granted_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., corruptions: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., removals: _Optional[int] = ..., sick: _Optional[str] = ..., dropped_stores: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., scrubbed_chunks: _Optional[int] = ..., tenants: _Optional[int] = ..., unindexed_chunks: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("role", "group", "pid", "uid", "rank", "namespace_ids")

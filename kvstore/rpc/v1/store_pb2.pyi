@@ -125,20 +125,22 @@ class SlotRef(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Commits(_message.Message):
-    __slots__ = ("tenant", "slots", "generations", "keys", "parents", "memory_only")
+    __slots__ = ("tenant", "slots", "generations", "keys", "parents", "memory_only", "decision")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
     tenant: bytes
     slots: _containers.RepeatedScalarFieldContainer[int]
     generations: _containers.RepeatedScalarFieldContainer[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     parents: _containers.RepeatedScalarFieldContainer[bytes]
     memory_only: bool
-    def __init__(self, tenant: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., keys: _Optional[_Iterable[bytes]] = ..., parents: _Optional[_Iterable[bytes]] = ..., memory_only: bool = ...) -> None: ...
+    decision: int
+    def __init__(self, tenant: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., keys: _Optional[_Iterable[bytes]] = ..., parents: _Optional[_Iterable[bytes]] = ..., memory_only: bool = ..., decision: _Optional[int] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("at", "loaded", "promoted")
@@ -189,7 +191,7 @@ class Alternative(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., seconds: _Optional[float] = ..., cost_s: _Optional[float] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("number", "request", "is_store", "reason", "prompt_tokens", "gpu_tokens", "cpu_tokens", "hit_tokens", "waiting", "recompute_s", "recompute_cost_s", "alternatives", "tier", "end_tokens", "refused_count", "refused", "outcome", "load_s", "saved_s", "first_token_s", "disk_reason", "disk_end_tokens", "disk_refused_count", "kind")
+    __slots__ = ("number", "request", "is_store", "reason", "prompt_tokens", "gpu_tokens", "cpu_tokens", "hit_tokens", "waiting", "recompute_s", "recompute_cost_s", "alternatives", "tier", "end_tokens", "refused_count", "refused", "outcome", "load_s", "saved_s", "first_token_s", "disk_reason", "disk_end_tokens", "disk_refused_count", "chunks", "kind")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     IS_STORE_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +215,7 @@ class Decision(_message.Message):
     DISK_REASON_FIELD_NUMBER: _ClassVar[int]
     DISK_END_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DISK_REFUSED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     number: int
     request: str
@@ -237,8 +240,9 @@ class Decision(_message.Message):
     disk_reason: str
     disk_end_tokens: int
     disk_refused_count: int
+    chunks: int
     kind: int
-    def __init__(self, number: _Optional[int] = ..., request: _Optional[str] = ..., is_store: bool = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., cpu_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., recompute_s: _Optional[float] = ..., recompute_cost_s: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ..., tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., refused_count: _Optional[int] = ..., refused: _Optional[bytes] = ..., outcome: _Optional[str] = ..., load_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., disk_reason: _Optional[str] = ..., disk_end_tokens: _Optional[int] = ..., disk_refused_count: _Optional[int] = ..., kind: _Optional[int] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[str] = ..., is_store: bool = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., cpu_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., recompute_s: _Optional[float] = ..., recompute_cost_s: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ..., tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., refused_count: _Optional[int] = ..., refused: _Optional[bytes] = ..., outcome: _Optional[str] = ..., load_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., disk_reason: _Optional[str] = ..., disk_end_tokens: _Optional[int] = ..., disk_refused_count: _Optional[int] = ..., chunks: _Optional[int] = ..., kind: _Optional[int] = ...) -> None: ...
 
 class Learned(_message.Message):
     __slots__ = ("name", "document")
