@@ -243,7 +243,7 @@ def test_the_next_put_is_copied_while_commits_are_on_their_way(monkeypatch: pyte
             outcomes[name] = client.put("s", {key(1): payload(name), key(name): payload(name)})
 
         steps.commit_many = seen_commit  # type: ignore[method-assign]
-        steps.keep_grants(keep=True)
+        steps.keep_grants([1 << 30])
         steps.want_grants(4)
         steps.settle(WAIT_S)
         os.kill(daemon.pid, signal.SIGSTOP)
@@ -264,7 +264,7 @@ def test_the_next_put_is_copied_while_commits_are_on_their_way(monkeypatch: pyte
         }
         assert client.get("s", [key(1)]) == [payload(int.from_bytes(first))]
         assert daemon.tier()["chunks"] == 3
-        steps.keep_grants(keep=False)
+        steps.keep_grants([])
         eventually(lambda: daemon.tier()["granted_bytes"] == 0, "no slot is left over")
 
 
@@ -279,7 +279,7 @@ def test_slots_of_puts_in_two_threads_that_a_removal_took_back_are_made_up_for()
         assert connection is not None
         steps = connection._steps
         assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
-        steps.keep_grants(keep=True)
+        steps.keep_grants([1 << 30])
         steps.want_grants(2)
         steps.settle(WAIT_S)
         assert admin.remove(daemon.endpoint, admin.selection())["evicted_chunks"] == 1
