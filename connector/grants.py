@@ -17,6 +17,7 @@ from kvstore.steps import Outcome
 
 GRANTS_RETRY_S = 0.1  # a full tier is not asked again in every step
 _FULL = (Outcome.REJECTED_TIER_FULL, Outcome.REJECTED_QUOTA, Outcome.REJECTED_TIER_SICK)
+_SHORT = (*_FULL, Outcome.NOT_GRANTED)
 
 
 class Grants:
@@ -75,7 +76,9 @@ class Grants:
         soon = now - self._asked_at < GRANTS_RETRY_S
         growing: set[tuple[int, int]] | None = None
         for kind, (got, most) in enumerate(zip(there, wanted, strict=True)):
-            if got >= most or (soon and steps.grants_short(kind) in _FULL):
+            # For what is only in reserve a daemon that is short is not asked in every step.
+            refusals = _FULL if got < self._expected[kind] else _SHORT
+            if got >= most or (soon and steps.grants_short(kind) in refusals):
                 continue
             count = min(most, self._most(attached, kind) - self._writing(attached, kind)) - got
             if count > 0:

@@ -429,6 +429,8 @@ def _ropes(text_config: Any) -> Iterator[tuple[str, int]]:
     """Each kind of rotary embedding, one of a layer type's own included, and the length that it was trained for (0: not
     known)."""
     rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    if not isinstance(rope, Mapping):
+        return  # of foreign code, which the document names
     for each in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
         kind = str(each.get("rope_type") or each.get("type") or "")
         trained = [getattr(text_config, "original_max_position_embeddings", None)]

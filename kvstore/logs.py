@@ -45,8 +45,7 @@ class LineLimit(logging.Filter):
                 return False
             place.lines += 1
         if left_out:
-            record.msg = f"{record.getMessage()} (and {left_out} more like this since the last line, left out)"
-            record.args = ()
+            record.msg = f"{record.msg} (and {left_out} more like this since the last line, left out)"
         return True
 
 

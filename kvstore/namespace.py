@@ -8,6 +8,7 @@ must not be two things).
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 
 NAMESPACE_ID_BYTES = 16
@@ -39,8 +40,8 @@ def seed_problem(seed: str | None) -> str | None:
         return f"PYTHONHASHSEED is not set, so block hashes of two processes need not agree: {fix}"
     if seed == "random":
         return f"PYTHONHASHSEED is 'random', so every process hashes differently: {fix}"
-    if not (seed.isascii() and seed.isdigit() and int(seed) < 1 << 32):
-        return f"PYTHONHASHSEED is {seed!r}, with which no Python starts, for it is no number below 2^32: {fix}"
+    if not re.fullmatch(r"[0-9]{1,20}", seed) or int(seed) >= 1 << 32:
+        return f"PYTHONHASHSEED is {seed!r}, which is no plain number below 2^32: {fix}"
     return None
 
 

@@ -121,6 +121,9 @@ def serve(config: ServeConfig, *, verify: bool = False) -> int:
     except StartFailed as error:
         _log.error("%s", error)
         return EXIT_FAILED
+    except OSError:
+        _log.exception("the daemon ends: the system refused it something that it cannot do without")
+        return EXIT_FAILED
     return EXIT_STOPPED
 
 

@@ -190,11 +190,9 @@ class Steps:
         """So many of each kind a caller still expects to use. Only what is beyond that is given back for idleness: one
         step of an engine that reads a long prompt lasts longer. Called by one thread, and by that in every step: hence
         no lock where nothing changes."""
-        if counts == self._grants_kept:
-            return
-        with self._lock:
-            self._grants_kept = counts
-            self._grants_used_s = time.monotonic()
+        if counts != self._grants_kept:
+            with self._lock:
+                self._grants_kept = counts
 
     def return_grants(self) -> None:
         """Give back those that arrived and were not taken."""

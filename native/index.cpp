@@ -727,7 +727,13 @@ Removal Index::begin_removal(const Selection& what, std::uint64_t bytes_wanted, 
     removal.dry_run = dry_run;
     removal.end = static_cast<std::uint32_t>(records_.size());
     removal.chosen = bytes_wanted == UINT64_MAX;
+    removal.covers_writes = covers_writes;
     return removal;
+}
+
+// Its leases keep a chunk; and the write of it that runs, where that would land after the removal.
+bool Index::is_pinned(const Removal& removal, const Record& record) const {
+    return removal.covers_writes ? record.leases > 0 : is_held(record);
 }
 
 bool Index::remove(Removal& removal, std::size_t steps) {
@@ -738,7 +744,7 @@ bool Index::remove(Removal& removal, std::size_t steps) {
         if (is_selected(removal.what, record)) {
             if (!removal.chosen) {
                 consider(removal, removal.next);
-            } else if (record.leases > 0) {
+            } else if (is_pinned(removal, record)) {
                 ++removal.skipped_pinned;
             } else if (!forget(removal, removal.next, steps)) {
                 return false;
@@ -753,7 +759,7 @@ bool Index::remove(Removal& removal, std::size_t steps) {
         const Removal::Candidate& candidate = removal.oldest.front();
         const Record& record = records_[candidate.record];
         if (record.at == candidate.at && is_selected(removal.what, record)) {  // else it has gone, or was used
-            if (record.leases > 0) {
+            if (is_pinned(removal, record)) {
                 ++removal.skipped_pinned;
             } else if (!forget(removal, candidate.record, steps)) {
                 return false;
@@ -769,7 +775,7 @@ bool Index::remove(Removal& removal, std::size_t steps) {
 void Index::consider(Removal& removal, std::uint32_t number) const {
     const Record& record = records_[number];
     const Removal::Candidate candidate{!record.orphan, record.tick, number, record.at, class_bytes(record.at.slot)};
-    if (record.leases > 0) {
+    if (is_pinned(removal, record)) {
         removal.pinned.push_back(candidate);
         return;
     }

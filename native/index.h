@@ -105,6 +105,7 @@ struct Removal {
     };
     std::uint32_t next = 0;  // record to look at; those from `end` on are younger than the removal
     std::uint32_t end = 0;
+    bool covers_writes = false;    // a chunk's write that runs ends with it
     bool chosen = false;           // all records were looked at
     std::deque<Candidate> oldest;  // a heap, the newest on top: no more than the bytes wanted
     std::uint64_t oldest_bytes = 0;
@@ -309,6 +310,7 @@ class Index {
     bool is_selected(const Selection& what, const Record& record) const;
     void consider(Removal& removal, std::uint32_t record) const;
     void choose(Removal& removal) const;
+    bool is_pinned(const Removal& removal, const Record& record) const;
     bool forget(Removal& removal, std::uint32_t record, std::size_t& steps);
     void make_youngest(Record& record, std::uint64_t now_ms);
     void set_parent(std::uint32_t child, std::uint32_t parent);  // the child has none

@@ -66,9 +66,9 @@ class Leaves {
     }
     // The next younger and the next older leaf of the same set.
     std::optional<Leaf> after(const Place& place) const;
+    std::optional<Leaf> before(const Place& place) const;
     // Of the leaf that was used least recently, orphans aside; none: there is no other leaf.
     std::optional<unsigned> class_of_oldest() const;
-    std::optional<Leaf> before(const Place& place) const;
     // The youngest leaf of a use class that was not used after this tick.
     std::optional<Leaf> youngest(unsigned use_class, std::uint64_t tick) const;
     // Of the leaf that was used least recently; 0: there is an orphan; none: there is no leaf.

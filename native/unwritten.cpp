@@ -12,8 +12,9 @@ Unwritten Index::unwritten_at(std::uint32_t number) const {
     return {scopes_[record.scope].scope, Bytes(record.key.data(), record.key_bytes), record.at};
 }
 
-// Evicts in thought, at this tick: of each class the leaves at both ends that the policy would take, the least first; a
-// parent goes once all of its resident children have gone.
+// Evicts in thought, at this tick: of each class the leaves at both ends that the policy would take, the least first
+// (but for what was touched just now, and for the margin between classes); a parent goes once all of its resident
+// children have gone.
 std::vector<Unwritten> Index::next_to_go(std::uint64_t nbytes, std::size_t steps, std::size_t limit) const {
     std::vector<Unwritten> found;
     const auto weigh = [this](std::uint32_t number) {

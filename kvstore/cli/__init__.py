@@ -50,8 +50,9 @@ def _run(command: typer.Typer) -> None:
         try:
             command()
         finally:
-            sys.stdout.flush()
-    except OSError as error:  # no command lets one of its own through
+            if sys.stdout is not None:  # its descriptor is closed
+                sys.stdout.flush()
+    except OSError as error:  # commands and daemon have said what else went wrong
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in its buffer cannot be written at the exit either
         print(f"kvstore: the output cannot be written ({error.strerror})", file=sys.stderr)
         sys.exit(EXIT_FAILED)

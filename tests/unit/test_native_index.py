@@ -977,16 +977,28 @@ def test_a_commit_is_refused_where_its_tenant_has_nothing_that_may_go() -> None:
         assert store.index.stats()["chunks"] == 2  # what is there is the caller's to remove
 
 
-@pytest.mark.parametrize("nbytes", [None, 4 * CHUNK])
-def test_what_the_daemon_reads_is_removed_at_once_and_its_slot_is_free_when_it_has_been_read(
-    nbytes: int | None,
-) -> None:
+@pytest.mark.parametrize("part", [{"nbytes": 4 * CHUNK}, {"used_before_ms": 1 << 40}])
+def test_what_is_being_written_to_disk_stays_at_a_removal_that_its_write_would_outlast(part: dict[str, int]) -> None:
+    with native_store(arena_bytes=4 * CHUNK) as store:
+        refs = [store.put(number) for number in range(4)]
+        assert store.index.begin_io(*refs[1])
+        store.index.lease(1, [refs[2]], 1000)
+        removal = store.index.begin_removal(**part)
+        while not store.index.remove(removal, 1):
+            pass
+        assert (removal.chunks, removal.skipped_pinned) == (2, 2)
+        assert codes(store, 0, 1, 2, 3) == [MISS, CPU, CPU, MISS]
+        store.index.end_io(*refs[1])
+        store.index.end_leases(1)
+
+
+def test_what_the_daemon_reads_is_removed_at_once_and_its_slot_is_free_when_it_has_been_read() -> None:
     with native_store(arena_bytes=4 * CHUNK) as store:
         refs = [store.put(number, parent=key_of(number - 1) if number else b"") for number in range(4)]
         for ref in (refs[0], refs[1], refs[1], refs[2]):
             assert store.index.begin_io(*ref)
         store.index.lease(1, [refs[2]], 1000)
-        removal = store.index.begin_removal(nbytes=nbytes)
+        removal = store.index.begin_removal()
         while not store.index.remove(removal, 1):
             assert store.index.problems() == []
         assert (removal.chunks, removal.nbytes, removal.skipped_pinned) == (3, 3 * CHUNK, 1)

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -318,8 +319,14 @@ def test_grants_that_somebody_expects_to_use_stay_and_only_the_others_go_back(
     assert list(daemon.next().grants_wanted) == [3, 3, 3]
     assert len(daemon.next().aborts) == 3 + 1 + 3
     assert [steps.grants_free(kind) for kind in range(3)] == [0, 2, 0]
+    begin_s = time.monotonic()
+    while steps.grants_free(1) > 1:  # what is expected changes with every request, and is no use of the rest
+        assert time.monotonic() < begin_s + WAIT_S
+        for counts in ([1, 1], [0, 1]):
+            steps.keep_grants(counts)
+            time.sleep(0.005)
     steps.keep_grants([])
-    assert len(daemon.next().aborts) == 2
+    assert [len(daemon.next().aborts) for _ in range(2)] == [1, 1]
 
 
 def test_leases_are_renewed_until_released(
