@@ -2,10 +2,13 @@
 
 import difflib
 import enum
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvstore.admission import Mode
+
+logger = logging.getLogger("vllm.connector.config")
 
 SPEC_NAME = "KVStoreSpec"
 SPEC_MODULE_PATH = "connector.spec"
@@ -89,10 +92,9 @@ class ConnectorConfig:
                 "kv_connector_extra_config: canonical_layout=False, but the store keeps one layout for every engine; "
                 "leave the key out"
             )
-        if _boolean(raw, "self_describing_kv_events", False):
-            raise ValueError(
-                "kv_connector_extra_config: self_describing_kv_events=True, but the store emits no KV events of its "
-                "chunks; leave the key out"
+        if _boolean(raw, "self_describing_kv_events", False):  # vLLM's own key, which other connectors take
+            logger.warning(
+                "kv_connector_extra_config: self_describing_kv_events changes nothing: the store emits no KV events"
             )
         return cls(
             admission=_admission(raw),

@@ -1,5 +1,6 @@
 import pytest
 
+from connector import config as config_module
 from connector.config import SPEC_MODULE_PATH, SPEC_NAME, ConnectorConfig
 
 ENDPOINT = {"endpoint": "unix:///run/kvstore/kvstore.sock"}
@@ -23,8 +24,13 @@ def test_what_was_written_for_the_base_class_parses_to_the_same():
     assert ConnectorConfig.parse({**ENDPOINT, **config.for_base_class()}) == config
 
 
-def test_that_no_events_are_wanted_may_be_said():
-    assert ConnectorConfig.parse({**ENDPOINT, "self_describing_kv_events": False}) == ConnectorConfig.parse(ENDPOINT)
+@pytest.mark.parametrize("wanted", [False, True])
+def test_events_that_are_wanted_are_said_not_to_come(wanted, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(config_module.logger, "warning", warnings.append)
+    config = ConnectorConfig.parse({**ENDPOINT, "self_describing_kv_events": wanted})
+    assert config == ConnectorConfig.parse(ENDPOINT)
+    assert [("emits no KV events" in warning) for warning in warnings] == [True] * wanted
 
 
 def test_without_an_endpoint_the_daemons_own_default_is_used(monkeypatch):
@@ -43,10 +49,6 @@ def test_without_an_endpoint_the_daemons_own_default_is_used(monkeypatch):
         ({"offload_prompt_only": "yes"}, ["offload_prompt_only='yes'", "true or false"]),
         ({"require_cache_salt": 1}, ["require_cache_salt=1", "true or false"]),
         ({"canonical_layout": False}, ["canonical_layout=False", "leave the key out"]),
-        (
-            {"self_describing_kv_events": True},
-            ["self_describing_kv_events=True", "emits no KV events", "leave the key"],
-        ),
         ({"sync_load_budget_bytes": 1 << 20}, ["sync_load_budget_bytes=1048576", "leave the key out"]),
         ({"spec_name": "CPUOffloadingSpec"}, ["'CPUOffloadingSpec'", "leave the key out"]),
         ({"block_size": "256"}, ["block_size='256'", "above 0"]),
