@@ -399,11 +399,15 @@ class Operations:
                 )
 
     def _fates(self, key: bytes, now_ms: int) -> Iterator[admin_pb2.ExplainReply]:
-        places = [row[:2] for row in self._index.usage(None, limit=limits.ROWS_PER_PAGE)]
-        if self._movement is not None:
-            places += [row[:2] for row in self._movement.fs.usage()]
-        for fate in self._store.explanations.of_key(key, dict.fromkeys(places), self._tier_of, now_ms):
+        for fate in self._store.explanations.of_key(key, self._places(), self._tier_of, now_ms):
             yield admin_pb2.ExplainReply(keys=[] if fate is None else [fate])
+
+    def _places(self) -> Iterator[tuple[bytes, bytes]]:
+        """Namespaces and tenants that hold something, each once."""
+        in_memory = dict.fromkeys(row[:2] for row in self._index.usage(None, limit=limits.ROWS_PER_PAGE))
+        yield from in_memory
+        if self._movement is not None:
+            yield from (row[:2] for row in self._movement.fs.usage() if row[:2] not in in_memory)
 
     def _tier_of(self, namespace: bytes, tenant: bytes, key: bytes) -> str:
         if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:

@@ -37,6 +37,7 @@ from kvstore.limits import (
     LEASE_MS,
     OPERATIONS_PER_STEP_MAX,
     PROMOTES_PER_ROUND,
+    REFUSED_BYTES_PER_STEP,
     STEPS_UNANSWERED_MAX,
     TAILS_PER_STEP_MAX,
 )
@@ -634,6 +635,15 @@ class Steps:
                 wakes.append(self._grants_used_s + GRANTS_IDLE_S)
         return min(wakes)
 
+    def _decisions_that_fit(self) -> Iterator[store_pb2.Decision]:
+        refused_bytes = 0
+        for _ in range(min(DECISIONS_PER_STEP_MAX, len(self._news.decisions))):
+            decision = self._news.decisions.popitem(last=False)[1].message()
+            yield decision
+            refused_bytes += len(decision.refused)
+            if refused_bytes >= REFUSED_BYTES_PER_STEP:
+                return
+
     def _message(self) -> tuple[store_pb2.StepRequest, list[int]]:
         """One message of what is queued, as far as it fits."""
         self._number += 1
@@ -646,8 +656,7 @@ class Steps:
             fresh_namespace=self._fresh,
             tails=map(_slot_ref, self._tails),
         )
-        while self._news.decisions and len(request.decisions) < DECISIONS_PER_STEP_MAX:
-            request.decisions.append(self._news.decisions.popitem(last=False)[1].message())
+        request.decisions.extend(self._decisions_that_fit())
         if self._news.learned or self._news.learned_wanted:
             request.learning, request.learned_wanted = self._news.learning, self._news.learned_wanted
             for name, document in self._news.learned.items():

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from kvstore import steps as steps_module
+from kvstore.decisions import Decision
 from kvstore.errors import KVStoreError, LimitExceeded, Unavailable
 from kvstore.limits import OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
 from kvstore.rpc.status import ERROR_METADATA_KEY
@@ -327,6 +328,19 @@ def test_grants_that_somebody_expects_to_use_stay_and_only_the_others_go_back(
             time.sleep(0.005)
     steps.keep_grants([])
     assert [len(daemon.next().aborts) for _ in range(2)] == [1, 1]
+
+
+def test_decisions_that_refused_many_chunks_travel_in_several_messages(daemon: FakeDaemon, steps: Steps) -> None:
+    refused = [key.to_bytes(32) for key in range(300)]
+    for number in range(1, 9):
+        steps.tell(Decision(number, f"request-{number}", True, "WORTH_IT", 4_800, refused=refused))
+    steps.flush()
+    messages: list[store_pb2.StepRequest] = []
+    while sum(len(message.decisions) for message in messages) < 8:
+        messages.append(daemon.next())
+    assert [each.number for message in messages for each in message.decisions] == list(range(1, 9))
+    assert max(sum(len(each.refused) for each in message.decisions) for message in messages) <= 8 << 10
+    steps.settle(WAIT_S)
 
 
 def test_leases_are_renewed_until_released(
