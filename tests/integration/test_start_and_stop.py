@@ -1,5 +1,6 @@
 """What `kvstore serve` does before it is ready, and when it ends: exit codes, messages, files left alone."""
 
+import errno
 import os
 import resource
 import signal
@@ -8,11 +9,13 @@ import stat
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
 
-from kvstore import limits
+from kvstore import limits, server
+from kvstore.config import serve_config
 from kvstore.testing import Daemon, running_daemon, start_daemon
 from tests.integration.conftest import WAIT_S, client_of, key, needs_root, payload
 
@@ -261,3 +264,26 @@ def test_chunks_too_small_for_the_table_are_said(chunk_bytes: int, warned: bool)
             client.put(None, dict.fromkeys(chunks, bytes(chunk_bytes)))
             assert daemon.tier()["chunks"] > 0.99 * len(chunks)  # some few find no place where they could lie
             assert said not in daemon.log()
+
+
+@pytest.mark.parametrize("arguments", ["kvstore --help", "kvstored --help"])
+def test_a_closed_output_is_no_failure(arguments: str) -> None:
+    command = f"exec {Path(sys.executable).parent}/{arguments} >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False, timeout=WAIT_S)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_the_system_refuses_a_daemon_is_in_its_log(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused_memory(coroutine: Coroutine[object, object, None]) -> None:
+        coroutine.close()
+        raise OSError(errno.ENOMEM, "cannot map the arena")
+
+    for of_the_process in ("_raise_descriptor_limit", "_keep_pauses_short"):  # which is this one
+        monkeypatch.setattr(server, of_the_process, lambda: None)
+    monkeypatch.setattr(server.uvloop, "run", refused_memory)
+    flags = {"cpu_bytes": "1MiB", "hash_seed": "0", "metrics_listen": "off", "runtime_dir": str(runtime_dir)}
+    assert server.serve(serve_config(flags, {}, None)) == 1
+    assert "the system refused it something" in caplog.text
+    assert "cannot map the arena" in caplog.text
