@@ -38,6 +38,7 @@ WITHOUT_INDEX = 0.15  # so many starts have to read the headers
 CHUNKS_UNDER_LOAD = 100  # read rightly by all together before the next kill
 CHUNKS_SAMPLED = 32  # of those on disk, read through a client after each start
 SLOT_BYTES = slot_bytes_for(CHUNK_BYTES)
+NEVER_COMPLETED = "it was never completed"
 NUMBERS = {key(number): number for number in range(CHAINS * CHUNKS_PER_CHAIN)}
 
 
@@ -142,9 +143,14 @@ class FsNode:
 
 
 def committed_keys(path: Path) -> set[bytes]:
-    """What the index holds, read as the kill left it."""
-    fs_index.check(path / fs_paths.INDEX)
-    _, records = fs_index.read(path / fs_paths.INDEX)
+    """What the index holds, read as the kill left it; nothing, where that came before a new one had everything."""
+    try:
+        fs_index.check(path / fs_paths.INDEX)
+        _, records = fs_index.read(path / fs_paths.INDEX)
+    except fs_index.IndexUnusable as unusable:
+        if NEVER_COMPLETED not in str(unusable):
+            raise
+        records = []
     return {record.chunk.key for record in records}
 
 
