@@ -83,7 +83,7 @@ class FsNode:
             self.wait_for_load()
         node.daemon.kill()
         node.tally.paused = True  # until what is on disk was looked at
-        committed = committed_keys(self.path)
+        in_index = {record.chunk.key for record in committed(self.path)}
         if self.rnd.random() < IN_ITS_START:
             how += ", again in its start"
             node.close_daemon()
@@ -95,19 +95,19 @@ class FsNode:
             (self.path / fs_paths.INDEX).unlink(missing_ok=True)
         node.replace_daemon()
         wait_until(lambda: node.daemon.tier("fs")["ready_bytes"] > 0, "the tier is warm")
-        self.require_kept(committed)
+        self.require_kept(in_index)
         self.require_sound()
         self.require_right()
         node.tally.paused = False
         wait_until(node.all_attached, "every process has found the new daemon")
-        return f"{len(committed)} chunks in the index, {len(self.safe)} known to be safe{how}"
+        return f"{len(in_index)} chunks in the index, {len(self.safe)} known to be safe{how}"
 
     # -- after it
 
-    def require_kept(self, committed: set[bytes]) -> None:
+    def require_kept(self, in_index: set[bytes]) -> None:
         listed = self.on_disk()
-        if lost := committed - listed:
-            raise Violation(f"{len(lost)} of {len(committed)} chunks of the index are lost")
+        if lost := in_index - listed:
+            raise Violation(f"{len(lost)} of {len(in_index)} chunks of the index are lost")
         if lost := self.safe - listed:
             raise Violation(f"{len(lost)} of {len(self.safe)} chunks that were on disk before a commit are lost")
 
@@ -142,7 +142,7 @@ class FsNode:
         return {bytes.fromhex(str(row["key"])) for row in rows}
 
 
-def committed_keys(path: Path) -> set[bytes]:
+def committed(path: Path) -> list[fs_index.Record]:
     """What the index holds, read as the kill left it; nothing, where that came before a new one had everything."""
     try:
         fs_index.check(path / fs_paths.INDEX)
@@ -151,7 +151,7 @@ def committed_keys(path: Path) -> set[bytes]:
         if NEVER_COMPLETED not in str(unusable):
             raise
         records = []
-    return {record.chunk.key for record in records}
+    return records
 
 
 def kill_many(kills: int, seed: int, *, say: Callable[[str], None] = lambda _: None) -> Counter[int]:

@@ -20,7 +20,7 @@ from kvstore.tiers.base import ReadOutcome
 from kvstore.tiers.conformance import chunk_id
 from kvstore.tiers.fs_directory import FsDirectory
 from tests.crash.fs_child import CHUNKS, SLAB_SLOTS
-from tests.crash.fs_kills import NEVER_COMPLETED
+from tests.crash.fs_kills import NEVER_COMPLETED, committed
 from tests.fs_support import du, fs_bench, options, problems_found
 
 CAP = 3 << 20
@@ -71,18 +71,6 @@ def until_dead(process: subprocess.Popen[str]) -> list[str]:
         process.wait(timeout=TIMEOUT_S)
     assert process.returncode in (0, -signal.SIGKILL)
     return lines
-
-
-def committed(path: Path) -> dict[object, fs_index.Record]:
-    """What the index holds, read as the kill left it; nothing, where that came before a new one had everything."""
-    try:
-        fs_index.check(path / fs_paths.INDEX)
-        _, records = fs_index.read(path / fs_paths.INDEX)
-    except fs_index.IndexUnusable as unusable:
-        if NEVER_COMPLETED not in str(unusable):
-            raise
-        records = []
-    return {record.chunk: record for record in records}
 
 
 def gone_at_the_end(lines: list[str]) -> set[object]:
@@ -137,13 +125,13 @@ async def look(
 def assert_survives(path: Path, lines: list[str], cap: int = CAP) -> None:
     """By its index, and, a copy of it, by its headers alone."""
     removed = gone_at_the_end(lines)
-    records = committed(path)
+    expected = {record.chunk for record in committed(path)}
     copy = path.with_name(path.name + "-copy")
     shutil.copytree(path, copy, symlinks=True)
     (copy / fs_paths.INDEX).unlink()
-    by_index = asyncio.run(look(path, cap, expected=set(records), removed=removed))
-    asyncio.run(look(copy, cap, expected=set(records), removed=removed, rebuilt=True))
-    assert by_index >= len(records)
+    by_index = asyncio.run(look(path, cap, expected=set(expected), removed=removed))
+    asyncio.run(look(copy, cap, expected=set(expected), removed=removed, rebuilt=True))
+    assert by_index >= len(expected)
     directory = FsDirectory.open(copy)  # and nothing is left of the kill
     directory.close()
     assert not [name for name in os.listdir(path) if name.endswith(".new")]
@@ -177,7 +165,7 @@ def test_killed_before_its_new_index_has_everything(tmp_path: Path) -> None:
     """With room for everything, so that nothing is evicted."""
     path, cap = tmp_path / "fs", 32 << 20
     lines = until_dead(child(path, cap=cap, point="committed", count=150))
-    expected = set(committed(path))
+    expected: set[object] = {record.chunk for record in committed(path)}
     (path / fs_paths.INDEX).unlink()
     later = until_dead(child(path, cap=cap, point="committing"))
     with pytest.raises(fs_index.IndexUnusable, match=NEVER_COMPLETED):
@@ -213,5 +201,5 @@ def test_what_was_stored_before_a_commit_is_there_after_a_kill(tmp_path: Path, c
     lines = until_dead(child(path, cap=32 << 20, point="committed", count=count))
     safe = safe_at_the_end(lines)
     assert safe
-    assert safe <= committed(path).keys()
+    assert safe <= {record.chunk for record in committed(path)}
     assert_survives(path, lines, cap=32 << 20)
