@@ -248,22 +248,34 @@ class EngineLog:
     step_tokens: int | None
 
 
+# How much memory the KV cache of a rank gets: as an engine on CUDA says it, the same where --kv-cache-memory-bytes set
+# it, and an engine on the CPU platform.
+_MEMORY_LINES = (
+    r"Available KV cache memory: ([\d.,]+) GiB",
+    r"reserved ([\d.,]+) GiB memory for KV Cache",
+    r"(?:Auto|Explicitly) set \(([\d.,]+)/[\d.,]+\) GiB for KV cache",
+)
+
+
 def read_engine_log(text: str) -> EngineLog:
     """ConfigurationError: the two lines that say memory and tokens are not in it."""
-    memories = [float(found.replace(",", "")) for found in _find(r"Available KV cache memory: ([\d.,]+) GiB", text)]
+    memories = [float(found.replace(",", "")) for line in _MEMORY_LINES for found in _find(line, text)]
     sizes = [int(found.replace(",", "")) for found in _find(r"KV cache size: ([\d,]+) tokens", text)]
+    memory_line = "'Available KV cache memory: ... GiB' (on the CPU platform 'Auto set (.../...) GiB for KV cache')"
     missing = [
         line
-        for line, found in (("Available KV cache memory: ... GiB", memories), ("KV cache size: ... tokens", sizes))
+        for line, found in ((memory_line, memories), ("'... KV cache size: ... tokens'", sizes))
         if not found or found[-1] <= 0
     ]
     if missing:
         raise ConfigurationError(
-            "the engine's log has no line '" + "' and none '".join(missing) + "'; give the whole log of one start at "
-            "log level INFO, or the model's config.json (--config)"
+            f"the engine's log has no line {' and none '.join(missing)}; give the whole log of one start at log level "
+            "INFO, or the model's config.json (--config)"
         )
-    # Ranks may have a little more or less; the engine takes the least.
-    bytes_per_token = min(memories) * 2**30 / sizes[-1]
+    # Ranks may have a little more or less; the engine takes the least, and of that what --num-gpu-blocks-override says.
+    overrides = re.findall(r"Overriding num_gpu_blocks=(\d+) with num_gpu_blocks_override=(\d+)", text)
+    used_share = int(overrides[-1][1]) / max(1, int(overrides[-1][0])) if overrides else 1.0
+    bytes_per_token = min(memories) * 2**30 * used_share / sizes[-1]
     tp_sizes = _find(r"tensor_parallel_size=(\d+)", text)
     models = _find(r"\bmodel='([^']+)'", text)
     dtypes = _find(r"kv_cache_dtype=(\w+)", text)

@@ -176,6 +176,26 @@ def test_the_latent_in_a_log_is_not_multiplied_by_the_ranks() -> None:
     assert layout.kv_bytes_per_token == layout.kv_bytes_per_token_on_rank == 65_536
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(Worker) INFO [cpu_worker.py:269] Auto set (55.0/62.79) GiB for KV cache on node 0, with 58.2 GiB requested",
+        "(Worker) INFO [cpu_worker.py:269] Explicitly set (55.0/62.79) GiB for KV cache on node 0.",
+        "INFO [gpu_worker.py:667] Initial free memory 78.7 GiB, reserved 55.0 GiB memory for KV Cache as specified",
+    ],
+)
+def test_bytes_per_token_from_logs_that_say_the_memory_otherwise(line: str) -> None:
+    kept = [found for found in LOG.splitlines() if "Available KV cache memory" not in found]
+    log = plan.read_engine_log("\n".join([*kept, line]).replace("GPU KV cache size", "CPU KV cache size"))
+    assert log.kv_bytes_per_token_on_rank == 65_536
+
+
+def test_of_the_memory_an_engine_uses_what_its_number_of_blocks_takes() -> None:
+    override = "INFO [kv_cache_utils.py:2619] Overriding num_gpu_blocks=1000 with num_gpu_blocks_override=250\n"
+    log = plan.read_engine_log(LOG.replace("901,120", "225,280") + override)
+    assert log.kv_bytes_per_token_on_rank == 65_536
+
+
 @pytest.mark.parametrize("line", ["Available KV cache memory", "KV cache size"])
 def test_a_log_without_the_figures_names_what_it_lacks(line: str) -> None:
     cut = "\n".join(found for found in LOG.splitlines() if line not in found)
