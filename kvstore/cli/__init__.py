@@ -9,7 +9,7 @@ import sys
 import typer
 
 from kvstore.cli import calibrate, check, evict, explain, gc, ls, plan, quota, serve, simulate, stats
-from kvstore.cli.output import EXIT_FAILED
+from kvstore.cli.output import EXIT_FAILED, EXIT_USAGE, print_json
 
 app = typer.Typer(
     name="kvstore",
@@ -31,6 +31,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer exports only this one kind of it
 
 daemon = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 daemon.command()(serve.serve)
@@ -48,6 +49,8 @@ def serve_main() -> None:
 def _run(command: typer.Typer) -> None:
     try:
         try:
+            if "--json" in sys.argv[1:]:
+                sys.exit(_run_for_program(command))
             command()
         finally:
             if sys.stdout is not None:  # its descriptor is closed
@@ -56,3 +59,16 @@ def _run(command: typer.Typer) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in its buffer cannot be written at the exit either
         print(f"kvstore: the output cannot be written ({error.strerror})", file=sys.stderr)
         sys.exit(EXIT_FAILED)
+
+
+def _run_for_program(command: typer.Typer) -> int:
+    """The exit code. A command line that cannot be understood, and a question that was denied, are documents too."""
+    try:
+        return command(standalone_mode=False) or 0
+    except _UsageError as error:
+        message = error.format_message()  # type: ignore[attr-defined]
+        print_json({"error": {"kind": "UsageError", "message": message}})
+        return EXIT_USAGE
+    except typer.Abort:
+        print_json({"error": {"kind": "Aborted", "message": "nothing was removed: the question was not answered yes"}})
+        return EXIT_FAILED

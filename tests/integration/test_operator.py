@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -450,3 +452,35 @@ def test_gc_lists_and_removes_what_no_session_uses() -> None:
         assert [row["document"]["model"] for row in left] == ["m"]  # type: ignore[attr-defined, index]
         assert present(of_m, "a", range(20)) == 20
         assert candidates() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind"),
+    [
+        (["ls", "everything"], 2, "UsageError"),
+        (["ls"], 2, "UsageError"),
+        (["evict", "--no-such-option"], 2, "UsageError"),
+        (["no-such-command"], 2, "UsageError"),
+        (["gc"], 2, "UsageError"),
+        (["quota", "set"], 2, "UsageError"),
+        (["explain"], 2, "UsageError"),
+        (["evict"], 2, "ConfigurationError"),
+        (["plan"], 2, "ConfigurationError"),
+        (["ls", "chunks", "--namespace", "0" * 32], 1, "NotFound"),
+        (["explain", "nobody-asked-this"], 1, "NotFound"),
+    ],
+)
+def test_with_json_every_failure_is_one_document(kept: Daemon, arguments: list[str], code: int, kind: str) -> None:
+    command = [sys.executable, "-m", "kvstore.cli", *arguments, "--json"]
+    environment = os.environ | {"KVSTORE_ENDPOINT": kept.endpoint}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (code, "")
+    error = json.loads(done.stdout)["error"]
+    assert error["kind"] == kind
+    assert error["message"]
+
+
+def test_with_json_no_daemon_is_a_document_and_4() -> None:
+    command = [sys.executable, "-m", "kvstore.cli", "stats", "--json", "--endpoint", "unix:///nowhere/kvstore.sock"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, json.loads(done.stdout)["error"]["kind"]) == (4, "Unavailable")
