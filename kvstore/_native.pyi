@@ -34,6 +34,9 @@ TIER_FULL: int  # 3  the table has no room for the entry
 QUOTA: int  # 4  nothing more of this tenant may be evicted, and its quota has no room
 NOT_GRANTED: int  # 7
 
+EVICTIONS_KEPT: int  # 65,536: so many the index remembers
+NOBODY: int  # 0: the evictor where it is no request of a process
+
 COPY_KERNEL: str  # "avx512", "avx2" or "plain": what this machine's copies use
 
 def digest(index_key: bytes, namespace: bytes, tenant: bytes, key: bytes) -> bytes:
@@ -435,8 +438,11 @@ class Index:
     def holds(self, *, namespace: bytes | None = None, tenant: bytes | None = None) -> bool:
         """Whether there is any chunk of this namespace and tenant (None: any)."""
 
-    def usage(self, after: tuple[bytes, bytes] | None = None, *, limit: int) -> list[tuple[bytes, bytes, int, int]]:
-        """(namespace, tenant, chunks, bytes of their slots) in the order of the first two, from `after` on."""
+    def usage(
+        self, after: tuple[bytes, bytes] | None = None, *, limit: int
+    ) -> list[tuple[bytes, bytes, int, int, int]]:
+        """(namespace, tenant, chunks, bytes of their slots, chunks that a lower tier has too) in the order of the first
+        two, from `after` on."""
 
     def chunks(
         self,
@@ -467,6 +473,27 @@ class Index:
     ) -> list[tuple[bytes, bytes, bytes, int, int]]:
         """The same of those of the keys that were used at least so often. The request that stored a chunk is its first
         use."""
+
+    def make_room_for(self, evictor: int, now_ms: int) -> None:
+        """For whom (a number of the caller's), and when, the evictions from now on make room."""
+
+    def evicted_below(self, namespace: bytes, tenant: bytes, key: bytes, now_ms: int) -> None:
+        """The tier below has evicted it by itself: remembered as the index's own evictions are."""
+
+    @property
+    def evictions_told(self) -> int:
+        """Of both tiers, so far: the number of the last one."""
+
+    def evictions_of(
+        self, key: bytes, *, namespace: bytes | None = None, tenant: bytes | None = None, limit: int
+    ) -> list[tuple[int, int, int, int, bytes, tuple[bytes, bytes] | None]]:
+        """What is remembered of the last EVICTIONS_KEPT, newest first, in up to 0.2 ms: (number, when, cause, evictor,
+        namespace, (namespace, key) of the chunk that has taken the slot or None).
+
+        With namespace and tenant of exactly this key, else of all keys whose first 8 bytes are the same. Causes: 0 a
+        slot was needed, 1 slots of another size, 2 an entry of the table, 3 room within the tenant's quota, 4 it went
+        from the tier below.
+        """
 
     def set_quota(self, tenant: bytes, nbytes: int | None) -> int:
         """What the tenant's slots may take; None: no limit. Returns what they take now (0 without a limit).

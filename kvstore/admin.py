@@ -321,6 +321,7 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
                 "corruptions": tier.corruptions,
                 "dropped_stores": tier.dropped_stores,
                 "sick": tier.sick,
+                "not_growing": tier.not_growing,
                 "quarantined_slots": tier.quarantined_slots,
                 "scrubbed_chunks": tier.scrubbed_chunks,
                 "unindexed_chunks": tier.unindexed_chunks,
@@ -397,10 +398,16 @@ def _id(what: str, listed_by: str, text: str) -> bytes:
 
 
 def _sums(usage: Iterable[admin_pb2.TenantUsage]) -> dict[str, object]:
+    """`chunks`: each once, also those that are in both tiers, as far as the cpu tier knows; `bytes`: what all tiers'
+    copies take."""
     by_tier: dict[str, dict[str, int]] = {}
+    in_both = 0
     for row in usage:
+        in_both += row.also_below
         tier = by_tier.setdefault(row.tier, {"chunks": 0, "bytes": 0})
         tier["chunks"] += row.chunks
         tier["bytes"] += row.bytes
-    total = {name: sum(tier[name] for tier in by_tier.values()) for name in ("chunks", "bytes")}
-    return {**total, "by_tier": by_tier}
+    chunks, nbytes = (sum(tier[name] for tier in by_tier.values()) for name in ("chunks", "bytes"))
+    if len(by_tier) > 1:  # the tiers were asked one after the other
+        chunks -= min(in_both, *(tier["chunks"] for tier in by_tier.values()))
+    return {"chunks": chunks, "bytes": nbytes, "by_tier": by_tier}

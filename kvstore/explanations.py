@@ -9,7 +9,10 @@ import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from kvstore._native import EVICTIONS_KEPT as EXACT_EVICTIONS_KEPT
+from kvstore._native import NOBODY
 from kvstore.decisions import REFUSED_PREFIX_BYTES
 from kvstore.limits import DECISION_BYTES_MAX
 from kvstore.rpc.v1 import admin_pb2, store_pb2
@@ -18,6 +21,7 @@ from kvstore.tiers.base import ChunkId, Scope
 DECISIONS_KEPT = 4_096
 KEYS_KEPT = 65_536  # stored, and refused, each
 EVICTIONS_KEPT = 4_096
+EVICTORS_KEPT = 4_096
 REMOVALS_KEPT = 64
 REASONS_MAX = 64  # an engine may send any text
 TIERS_MAX = 8
@@ -30,6 +34,25 @@ DECISIONS_PER_SLICE = 512
 PLACES_PER_SLICE = 64
 
 LOAD, STORE, DISK, COMMIT = "load", "store", "disk", "commit"
+_FROM_DISK = 4
+_NEEDED = (  # by the native index's number of the cause
+    "to make room",
+    "to make room for chunks of another size",
+    "to make room in the table, which was full,",
+    "because its tenant's quota had no room",
+)
+_STORED_LONG_AGO = "when it was stored is no longer known"
+
+
+class EvictionLog(Protocol):
+    """What the native index remembers of evictions, one by one."""
+
+    @property
+    def evictions_told(self) -> int: ...
+    def make_room_for(self, evictor: int, now_ms: int) -> None: ...
+    def evictions_of(
+        self, key: bytes, *, namespace: bytes | None = None, tenant: bytes | None = None, limit: int
+    ) -> list[tuple[int, int, int, int, bytes, tuple[bytes, bytes] | None]]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +63,7 @@ class _Kept:
     at_ms: int
     order: int  # among the events of keys
     sick: str  # the fs tier, when an engine decided about a load
+    evictions: int  # that there had been
     names: tuple[str, str]  # the request's id, and what of it may be the caller's own
     committed: Counter[int] = field(default_factory=Counter)  # outcome -> chunks
 
@@ -65,6 +89,7 @@ class _Event:
     """Something that happened to chunks at once: they were committed together, or not stored for one reason."""
 
     order: int  # among all events and decisions
+    evictions: int  # that there had been
     at_ms: int
     namespace: bytes
     tenant: bytes  # b"": not known
@@ -111,6 +136,13 @@ class _Log:
                 return
 
 
+@dataclass(frozen=True, slots=True)
+class _Evicted:
+    number: int  # among all evictions
+    namespace: bytes
+    told: str
+
+
 @dataclass(slots=True)
 class _Evictions:
     """What room for one group cost others, in one second."""
@@ -123,6 +155,12 @@ class _Evictions:
 
 @dataclass(slots=True)
 class Explanations:
+    """`log` None: which chunks were evicted is not known, only how many for whom."""
+
+    log: EvictionLog | None = None
+    _evictors: OrderedDict[tuple[str, bytes], int] = field(default_factory=OrderedDict)  # who, namespace -> number
+    _evictor_names: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+    _evictor_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(NOBODY + 1))
     _kept: OrderedDict[tuple[str, int], _Kept] = field(default_factory=OrderedDict)
     _stored: _Log = field(default_factory=_Log)
     _refused: _Log = field(default_factory=_Log)
@@ -152,7 +190,8 @@ class Explanations:
             return
         order, request = next(self._order), decision.request
         names = (request, request.partition("-")[2])  # vLLM puts the endpoint's name before the caller's id
-        self._kept[group, decision.number] = _Kept(group, namespace, decision, now_ms, order, sick, names)
+        kept = _Kept(group, namespace, decision, now_ms, order, sick, self._evictions_told(), names)
+        self._kept[group, decision.number] = kept
         if len(self._kept) > DECISIONS_KEPT:
             self._kept.popitem(last=False)
 
@@ -175,7 +214,8 @@ class Explanations:
         self, by: str, namespace: bytes, tenant: bytes, keys: Sequence[bytes], reason: str, now_ms: int
     ) -> None:
         if keys:
-            self._refused.add(_Event(next(self._order), now_ms, namespace, tenant, keys, by, reason))
+            event = _Event(next(self._order), self._evictions_told(), now_ms, namespace, tenant, keys, by, reason)
+            self._refused.add(event)
 
     def committed(self, group: str, decision: int, outcomes: Iterable[int]) -> None:
         """What came of chunks that a group wrote because it had decided so (0: it says nothing of that)."""
@@ -220,10 +260,30 @@ class Explanations:
         """Chunks became visible. `memory_only`: their engine did not think them worth a write to disk."""
         if not keys:
             return
-        self._stored.add(_Event(next(self._order), now_ms, namespace, tenant, keys, group, memory_only=memory_only))
+        order, evictions = next(self._order), self._evictions_told()
+        self._stored.add(_Event(order, evictions, now_ms, namespace, tenant, keys, group, memory_only=memory_only))
+
+    def _evictions_told(self) -> int:
+        return 0 if self.log is None else self.log.evictions_told
+
+    def make_room_for(self, who: str, namespace: bytes, now_ms: int) -> None:
+        """What is evicted from memory from now on makes room for that."""
+        if self.log is None:
+            return
+        evictor = self._evictors.get((who, namespace))
+        if evictor is None:
+            evictor = self._evictors[who, namespace] = next(self._evictor_numbers)
+            self._evictor_names[evictor] = who, namespace
+            if len(self._evictors) > EVICTORS_KEPT:
+                _, forgotten = self._evictors.popitem(last=False)
+                del self._evictor_names[forgotten]
+        else:
+            self._evictors.move_to_end((who, namespace))
+        self.log.make_room_for(evictor, now_ms)
 
     def evicted(self, group: str, chunks: int, now_ms: int) -> None:
-        """Chunks went from memory to make room for a group."""
+        """Chunks went from memory to make room for a group: how many, for the time whose evictions the log no longer
+        remembers one by one."""
         last = self._evictions[-1] if self._evictions else None
         if not chunks:
             return
@@ -270,22 +330,25 @@ class Explanations:
         key = kept.decision.refused
         if kept.decision.is_store or not key:
             return []
-        own: list[_Event] = []
+        own: list[tuple[_Event, bytes]] = []
         others: dict[bytes, None] = {}
         for log in (self._stored, self._refused):
-            for event, _ in log.of(key):
+            for event, known in log.of(key):
                 if event.order > kept.order:
                     continue
                 if event.namespace == kept.namespace:
-                    own.append(event)
+                    own.append((event, known[0]))
                     break
                 if not event.reason:
                     others[event.namespace] = None
         sick = [f"the fs tier was not read then: {kept.sick}"] if kept.sick else []
         if own:
-            last = max(own, key=lambda event: event.order)
-            gone = [] if last.reason else [f"since it was stored {self._causes(last, kept.at_ms, now_ms)}"]
+            last, full = max(own, key=lambda found: found[0].order)
+            gone = [] if last.reason else [self._causes(last, full, kept.evictions, kept.at_ms, now_ms)]
             return [*_told(last, now_ms), *gone, *sick]
+        evicted = [eviction for eviction in self._evicted(key, now_ms) if eviction.number <= kept.evictions]
+        if went := [eviction.told for eviction in evicted if eviction.namespace == kept.namespace]:
+            return [*went, _STORED_LONG_AGO, *sick]
         if others:
             return [f"stored before only in namespace {', '.join(space.hex() for space in others)}", *sick]
         return ["not known to have been stored, or decided about, before", *sick]
@@ -298,7 +361,9 @@ class Explanations:
         now_ms: int,
     ) -> Iterator[admin_pb2.KeyFate | None]:
         """What is known of keys that begin so, what was stored last first. `places`: namespaces and tenants in which a
-        whole key is looked for; `where(namespace, tenant, key)`: the tier that holds it now, or "". None: go on."""
+        whole key is looked for; `where(namespace, tenant, key)`: the tier that holds it now, or "". None: go on.
+
+        No slice is longer than a look at EXACT_EVICTIONS_KEPT evictions."""
         histories: dict[tuple[bytes, bytes, bytes], list[_Event]] = {}
         for log in (self._stored, self._refused):
             for event, known in log.of(key):
@@ -307,39 +372,92 @@ class Explanations:
         told = list(histories.items())[:EXPLAINED_MAX]
         for (namespace, tenant, full), history in told:
             tier = where(namespace, tenant, full) if tenant else ""
-            events = self._history(history, tier, now_ms)
+            events = self._history(history, full, tier, now_ms)
             yield admin_pb2.KeyFate(namespace_id=namespace, tenant_id=tenant, events=events)
         count = len(told)
+        known_namespaces = {namespace for (namespace, _, _), _ in told}
         for number, (namespace, tenant) in enumerate(places, 1):
             if count >= EXPLAINED_MAX:
                 return
             if (namespace, tenant, key) not in histories and (tier := where(namespace, tenant, key)):
                 count += 1
-                events = [f"in the {tier} tier now; when it was stored is no longer known"]
+                known_namespaces.add(namespace)
+                went = [eviction.told for eviction in self._evicted(key, now_ms, namespace, tenant)]
+                events = [*went, f"in the {tier} tier now; when it was stored is no longer known"]
                 yield admin_pb2.KeyFate(namespace_id=namespace, tenant_id=tenant, events=events)
             elif number % PLACES_PER_SLICE == 0:
                 yield None
+        gone: dict[bytes, list[str]] = {}  # stored so long ago that only this is remembered
+        for eviction in self._evicted(key, now_ms):
+            if eviction.namespace not in known_namespaces:
+                gone.setdefault(eviction.namespace, []).append(eviction.told)
+        for namespace, went in list(gone.items())[: EXPLAINED_MAX - count]:
+            yield admin_pb2.KeyFate(namespace_id=namespace, events=[*went, _STORED_LONG_AGO])
 
-    def _history(self, history: list[_Event], tier: str, now_ms: int) -> list[str]:
+    def _evicted(
+        self, key: bytes, now_ms: int, namespace: bytes | None = None, tenant: bytes | None = None
+    ) -> list[_Evicted]:
+        """The newest evictions of a key in its namespace and tenant, or of keys that begin so, oldest first."""
+        if self.log is None:
+            return []
+        rows = self.log.evictions_of(key, namespace=namespace, tenant=tenant, limit=EVENTS_MAX)
+        return [
+            _Evicted(number, its_namespace, self._eviction(at_ms, cause, evictor, newcomer, now_ms))
+            for number, at_ms, cause, evictor, its_namespace, newcomer in reversed(rows)
+        ]
+
+    def _eviction(self, at_ms: int, cause: int, evictor: int, newcomer: tuple[bytes, bytes] | None, now_ms: int) -> str:
+        if cause == _FROM_DISK:
+            return f"evicted from disk {_ago(at_ms, now_ms)}"
+        who, namespace = self._evictor_names.get(evictor, ("a process that is no longer remembered", b""))
+        if evictor == NOBODY:
+            who = "chunks that were read from disk"
+        if namespace:
+            who += f", namespace {namespace.hex()}"
+        if newcomer is not None:
+            who += f"; the key {newcomer[1].hex()} has its slot"
+        return f"evicted from memory {_ago(at_ms, now_ms)}, {_NEEDED[cause]} for {who}"
+
+    def _history(self, history: list[_Event], key: bytes, tier: str, now_ms: int) -> list[str]:
         """Of one chunk, which is in that tier now ("": in none)."""
         newest = sorted(history, key=lambda event: event.order)[-EVENTS_MAX:]
         told: list[str] = []
         for event, later in itertools.zip_longest(newest, newest[1:]):
             told += _told(event, now_ms)
             if later is None and tier:
+                told += self._went(event, key, self._evictions_told(), now_ms)
                 told.append(f"in the {tier} tier now")
             elif event.reason:
                 continue
             elif later is None:
-                told.append(f"in no tier now; since it was stored {self._causes(event, now_ms, now_ms)}")
+                causes = self._causes(event, key, self._evictions_told(), now_ms, now_ms)
+                told.append(f"in no tier now: {causes}")
             else:
-                causes = self._causes(event, later.at_ms, now_ms)
-                told.append(f"not in memory {_ago(later.at_ms, now_ms)}; until then {causes}")
+                causes = self._causes(event, key, later.evictions, later.at_ms, now_ms)
+                told.append(f"not in memory {_ago(later.at_ms, now_ms)}: {causes}")
         return told
 
-    def _causes(self, stored: _Event, until_ms: int, now_ms: int) -> str:
-        """Why the chunk may have gone until then. Which chunk made room for which is not recorded; who needed room, and
-        when, is."""
+    def _went(self, stored: _Event, key: bytes, until: int, now_ms: int) -> list[str]:
+        """Of which tiers it was evicted between being stored and the eviction of that number."""
+        evicted = self._evicted(key, now_ms, stored.namespace, stored.tenant) if stored.tenant else []
+        return [eviction.told for eviction in evicted if stored.evictions < eviction.number <= until]
+
+    def _causes(self, stored: _Event, key: bytes, until: int, until_ms: int, now_ms: int) -> str:
+        """Why the chunk went, or may have gone, until then (`until`: the eviction of that number)."""
+        causes = self._went(stored, key, until, now_ms)
+        is_remembered = self.log is not None and self.log.evictions_told - EXACT_EVICTIONS_KEPT <= stored.evictions
+        if not causes and not is_remembered:
+            causes = self._who_needed_room(stored, until_ms, now_ms)
+        chunk = ChunkId(stored.namespace, stored.tenant, key)
+        causes += [
+            f"an operator removed {what} {_ago(at_ms, now_ms)}"
+            for at_ms, scope, what in self._removals
+            if stored.at_ms <= at_ms <= until_ms and scope.covers(chunk)
+        ]
+        return "; ".join(causes) or "nothing is known to have been evicted or removed since it was stored"
+
+    def _who_needed_room(self, stored: _Event, until_ms: int, now_ms: int) -> list[str]:
+        """Where the evictions themselves are no longer remembered."""
         begin = bisect.bisect_left(self._evictions, stored.at_ms, key=lambda eviction: eviction.last_ms)
         end = bisect.bisect_right(self._evictions, until_ms, key=lambda eviction: eviction.first_ms)
         by_group: Counter[str] = Counter()
@@ -348,15 +466,10 @@ class Explanations:
             by_group[eviction.group] += eviction.chunks
         causes = [f"{chunks} chunks were evicted to make room for {group}" for group, chunks in by_group.items()]
         if causes:
+            causes[0] = f"since it was stored {causes[0]}"
             first, last = _ago(evictions[0].first_ms, now_ms), _ago(evictions[-1].last_ms, now_ms)
             causes[-1] += f", the first {first} and the last {last}"
-        chunk = ChunkId(stored.namespace, stored.tenant, stored.keys[0])
-        causes += [
-            f"an operator removed {what} {_ago(at_ms, now_ms)}"
-            for at_ms, scope, what in self._removals
-            if stored.at_ms <= at_ms <= until_ms and scope.covers(chunk)
-        ]
-        return "; ".join(causes) or "nothing is known to have been evicted or removed"
+        return causes
 
     def counts(self) -> list[admin_pb2.AdmissionCount]:
         return [

@@ -92,6 +92,12 @@ def families(stats: admin_pb2.StatsReply) -> Iterator[Metric]:
     for tier in stats.tiers:
         sick.add_metric([tier.name], bool(tier.sick))
     yield sick
+    not_growing = GaugeMetricFamily(
+        "kvstore_not_growing", "1 while the tier evicts though it is below its capacity.", labels=["tier"]
+    )
+    for tier in stats.tiers:
+        not_growing.add_metric([tier.name], bool(tier.not_growing))
+    yield not_growing
     yield from _admission(stats)
     yield CounterMetricFamily("kvstore_stores", "Commits that made a chunk visible.", value=stats.stores)
     yield CounterMetricFamily(

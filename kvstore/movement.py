@@ -33,7 +33,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvstore import limits
-from kvstore._native import CPU, FS, MISS, PENDING, STORED, class_bytes, slot_offset
+from kvstore._native import CPU, FS, MISS, NOBODY, PENDING, STORED, class_bytes, slot_offset
 from kvstore.config import WRITE_AFTER_USES_DEFAULT, WritePolicy
 from kvstore.decisions import Room
 from kvstore.throttle import Throttle
@@ -122,6 +122,7 @@ class Movement:
         self._idle = asyncio.Event()
         self._idle.set()
         fs.on_change = self._fs_changed
+        fs.on_evicted = self._fs_evicted
 
     async def show_found(self) -> None:
         """Once the fs tier is warm: what it holds becomes visible in the table."""
@@ -364,6 +365,7 @@ class Movement:
         self._promoting_bytes -= promotion.slot_bytes
         if promotion.outcome is ReadOutcome.READ:
             commit = (*ref, chunk.tenant, chunk.key, b"")
+            self._index.make_room_for(NOBODY, self._clock_ms())
             # Not a use: the request that wanted it says so when it has loaded it.
             if self._index.commit(OWN_GROUP, chunk.namespace, [commit], is_use=False) == [STORED]:
                 for group in promotion.groups:
@@ -419,6 +421,9 @@ class Movement:
 
     def _fs_changed(self, chunk: ChunkId, held: bool) -> None:
         self._index.set_lower(*chunk, FS if held else MISS)
+
+    def _fs_evicted(self, chunk: ChunkId) -> None:
+        self._index.evicted_below(*chunk, self._clock_ms())
 
     def _address(self, slot: int, slot_bytes: int) -> int:
         return self._cpu.arena.address + slot_offset(slot, slot_bytes, self._cpu.unit_bytes)

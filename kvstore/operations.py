@@ -108,6 +108,7 @@ class Operations:
             corruptions=fs.corruptions,
             ready_bytes=fs.capacity_bytes if fs.warming is None else 0,
             sick=fs.sick or "",
+            not_growing=fs.not_growing or "",
             dropped_stores=movement.dropped,
             quarantined_slots=fs.quarantined,
             scrubbed_chunks=fs.scrubbed_chunks,
@@ -203,7 +204,7 @@ class Operations:
         after: tuple[bytes, bytes] | None = None
         while rows := self._index.usage(after, limit=limits.ROWS_PER_PAGE):
             page = admin_pb2.UsagePage()
-            for its_namespace, its_tenant, chunks, nbytes in rows:
+            for its_namespace, its_tenant, chunks, nbytes, also_below in rows:
                 if namespace in (None, its_namespace) and tenant in (None, its_tenant):
                     page.usage.add(
                         namespace_id=its_namespace,
@@ -212,6 +213,7 @@ class Operations:
                         tier=CPU_TIER,
                         chunks=chunks,
                         bytes=nbytes,
+                        also_below=also_below,
                     )
             yield page
             after = rows[-1][:2]

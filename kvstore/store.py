@@ -220,7 +220,7 @@ class Store:
         self._movement = movement
         if movement is not None:
             movement.on_read = self._was_read
-        self.explanations = Explanations()
+        self.explanations = Explanations(self._index)
         self._learned: OrderedDict[str, dict[str, str]] = OrderedDict()  # how an engine is -> document by name
         self._document_is_new = keep_document
         self._last_uses = last_uses or LastUses(lambda: 0.0)
@@ -394,19 +394,7 @@ class Store:
                 if self._movement is not None:
                     self._movement.touched(namespace, chain.tenant, chain.keys, worth_disk=chain.worth_disk)
         if self._movement is not None and request.promotes and group.complete() and not group.refused:
-            evictions = self._index.stats()["evictions"]
-            for chain in request.promotes:
-                kind = group.kinds[chain.kind]
-                self._movement.promote(
-                    group.number,
-                    kind.namespace,
-                    chain.tenant,
-                    chain.keys,
-                    kind.chunk_bytes,
-                    waited=not chain.unwaited,
-                )
-            evicted = self._index.stats()["evictions"] - evictions
-            self.explanations.evicted(f"what {group.name} had read from disk", evicted, now_ms)
+            self._promote(group, request, now_ms)
         self.counts.misses += request.misses
         self._learn(request, reply)
         while group.reads:
@@ -424,6 +412,25 @@ class Store:
         while len(session.replies) > limits.STEPS_UNANSWERED_MAX:
             session.replies.popitem(last=False)
         return reply
+
+    def _promote(self, group: Group, request: store_pb2.StepRequest, now_ms: int) -> None:
+        """Begin to read from disk what a message asks for."""
+        movement = self._movement
+        assert movement is not None, "there is no tier to read from"
+        evictions = self._index.stats()["evictions"]
+        for chain in request.promotes:
+            kind = group.kinds[chain.kind]
+            self.explanations.make_room_for(f"what {group.name} had read from disk", kind.namespace, now_ms)
+            movement.promote(
+                group.number,
+                kind.namespace,
+                chain.tenant,
+                chain.keys,
+                kind.chunk_bytes,
+                waited=not chain.unwaited,
+            )
+        evicted = self._index.stats()["evictions"] - evictions
+        self.explanations.evicted(f"what {group.name} had read from disk", evicted, now_ms)
 
     def _change_state(self, group: Group, request: store_pb2.StepRequest, reply: store_pb2.StepReply) -> None:
         """What of a message may change the group's state; nothing else does."""
@@ -705,6 +712,7 @@ class Store:
         self._index.lease(OWN_GROUP, kept, now_ms)
         evictions = self._index.stats()["evictions"]
         for kind, count in zip(group.kinds, wanted, strict=False):
+            self.explanations.make_room_for(group.name, kind.namespace, now_ms)
             grants, short = self._grant(group, kind, count)
             slots, generations = zip(*grants, strict=True) if grants else ((), ())
             yield store_pb2.Grants(slots=slots, generations=generations, short=cast("store_pb2.Outcome", short))
@@ -749,6 +757,7 @@ class Store:
             kind = group.kinds[number]
             self._no_longer_granted(kind, len(positions))
             commits = [(*batch.refs[at], batch.tenant, batch.keys[at], batch.parents[at]) for at in positions]
+            self.explanations.make_room_for(group.name, kind.namespace, now_ms)  # within a quota
             codes = self._index.commit(group.number, kind.namespace, commits, now_ms)
             stored: list[int] = []
             for position, code in zip(positions, codes, strict=True):

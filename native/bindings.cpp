@@ -534,7 +534,7 @@ struct PyIndex {
         nb::list page;
         for (const Usage& usage : index.usage(scope, limit)) {
             page.append(nb::make_tuple(bytes_from(usage.scope.name_space), bytes_from(usage.scope.tenant), usage.chunks,
-                                       usage.bytes));
+                                       usage.bytes, usage.in_lower));
         }
         return page;
     }
@@ -565,6 +565,26 @@ struct PyIndex {
         for (const Unwritten& chunk : chunks) {
             list.append(nb::make_tuple(bytes_from(chunk.scope.name_space), bytes_from(chunk.scope.tenant),
                                        bytes_from(chunk.key), chunk.at.slot, chunk.at.generation));
+        }
+        return list;
+    }
+    nb::list evictions_of(const nb::bytes& key, const std::optional<nb::bytes>& name_space,
+                          const std::optional<nb::bytes>& tenant, std::size_t limit) {
+        std::optional<Scope> scope;
+        if (name_space && tenant) {
+            check_key(bytes_of(key));
+            scope = {id_of(*name_space, "a namespace"), id_of(*tenant, "a tenant")};
+        } else if (key.size() < KEY_START_BYTES) {
+            throw std::invalid_argument("at least the first 8 bytes of a key");
+        }
+        nb::list list;
+        for (const Evicted& evicted : index.evictions_of(bytes_of(key), scope, limit)) {
+            nb::object newcomer = nb::none();
+            if (evicted.newcomer) {
+                newcomer = nb::make_tuple(bytes_from(evicted.newcomer->name_space), bytes_from(evicted.newcomer_key));
+            }
+            list.append(nb::make_tuple(evicted.number, evicted.how.at_ms, static_cast<int>(evicted.how.cause),
+                                       evicted.how.evictor, bytes_from(evicted.how.name_space), newcomer));
         }
         return list;
     }
@@ -737,6 +757,8 @@ NB_MODULE(_native, m) {
     m.attr("TIER_FULL") = static_cast<int>(CommitCode::TIER_FULL);
     m.attr("QUOTA") = static_cast<int>(CommitCode::QUOTA);
     m.attr("NOT_GRANTED") = static_cast<int>(CommitCode::NOT_GRANTED);
+    m.attr("EVICTIONS_KEPT") = EVICTIONS_KEPT;
+    m.attr("NOBODY") = NOBODY;
     m.attr("POISON") = static_cast<int>(POISON);
     m.attr("COPY_KERNEL") = copy_kernel_name();
 
@@ -885,6 +907,24 @@ NB_MODULE(_native, m) {
                 self.index.set_lower(id_of(name_space, "a namespace"), id_of(tenant, "a tenant"), bytes_of(key), lower);
             },
             "namespace"_a, "tenant"_a, "key"_a, "where"_a)
+        .def(
+            "make_room_for",
+            [](PyIndex& self, std::uint32_t evictor, std::uint64_t now_ms) {
+                self.index.make_room_for(evictor, now_ms);
+            },
+            "evictor"_a, "now_ms"_a)
+        .def(
+            "evicted_below",
+            [](PyIndex& self, const nb::bytes& name_space, const nb::bytes& tenant, const nb::bytes& key,
+               std::uint64_t now_ms) {
+                check_key(bytes_of(key));
+                self.index.evicted_below(id_of(name_space, "a namespace"), id_of(tenant, "a tenant"), bytes_of(key),
+                                         now_ms);
+            },
+            "namespace"_a, "tenant"_a, "key"_a, "now_ms"_a)
+        .def_prop_ro("evictions_told", [](const PyIndex& self) { return self.index.evictions_told(); })
+        .def("evictions_of", &PyIndex::evictions_of, "key"_a, nb::kw_only(), "namespace"_a = nb::none(),
+             "tenant"_a = nb::none(), "limit"_a)
         .def(
             "touch",
             [](PyIndex& self, const nb::bytes& name_space, const nb::bytes& tenant, nb::handle keys,

@@ -177,7 +177,7 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
     record.scope = scopes_.add_chunk({name_space, commit.tenant}, class_bytes(commit.at.slot));
     record.digest = digest;
     record.at = commit.at;
-    record.in_lower = in_lower;
+    set_in_lower(record, in_lower);
     record.parent_digest = parent_digest;
     end_grant(group, commit.at.slot);
     *slabs_.find(commit.at.slot) = {Slot::Holder::CHUNK, 0, number};
@@ -378,7 +378,7 @@ bool Index::make_room_in_table() {
         const auto victim = policy_.victim(leaves, tick_);
         if (victim && (!first || *victim < *first)) first = victim;
     }
-    if (first) evict(first->record);
+    if (first) evict(first->record, Cause::TABLE);
     return first.has_value();
 }
 
@@ -394,7 +394,7 @@ bool Index::make_room(std::uint64_t class_bytes, Move& move) {
     const bool may_move = move.window && !move.done;
     const auto oldest = leaves.oldest_tick();
     if (oldest && (!may_move || *oldest < move.window->newest)) {
-        evict(policy_.victim(leaves, tick_)->record);
+        evict(policy_.victim(leaves, tick_)->record, Cause::SLOT);
         return true;
     }
     if (!may_move) return false;
@@ -413,7 +413,7 @@ bool Index::make_place(const Digest& digest, std::uint32_t kept) {
         const Victim victim = policy_.weigh({record.tick, number}, record.uses.count, record.orphan, tick_);
         if (!first || victim < *first) first = victim;
     }
-    if (first) evict(first->record);
+    if (first) evict(first->record, Cause::TABLE);
     return first.has_value();
 }
 
@@ -430,7 +430,7 @@ void Index::move_slabs(const Window& window) {
         const Slab& slab = slabs_.slab_at(first_unit);
         for (std::uint32_t place = 0; place < slab.carved; ++place) {
             if (slab.slots[place].holder == Slot::Holder::CHUNK) {
-                evict(static_cast<std::uint32_t>(slab.slots[place].owner));
+                evict(static_cast<std::uint32_t>(slab.slots[place].owner), Cause::SLAB);
             }
             // Bytes of this slot will be parts of others, with generations of their own.
             table_.raise_generation(slabs_.number(slab, place));
@@ -439,11 +439,14 @@ void Index::move_slabs(const Window& window) {
     }
 }
 
-void Index::evict(std::uint32_t number) {
-    const Digest digest = records_[number].digest;
-    const Uses uses = records_[number].uses;
+void Index::evict(std::uint32_t number, Cause cause) {
+    const Record& record = records_[number];
+    const Digest digest = record.digest;
+    const Uses uses = record.uses;
     policy_.prefetch(digest);
-    if (!records_[number].in_lower) ++unwritten_eviction_count_;
+    if (!record.in_lower) ++unwritten_eviction_count_;
+    evictions_.add(digest, scopes_[record.scope].scope.name_space, Bytes(record.key.data(), record.key_bytes),
+                   record.at, cause);
     drop(number);
     policy_.evicted(digest, uses, tick_);
     ++eviction_count_;
@@ -463,7 +466,10 @@ void Index::drop(std::uint32_t number) {
     leaves(record).leave(use_class(record));
     record.live = false;  // so that it is not listed again when its children have left it
     table_.erase(record.digest);
-    if (record.in_lower) insert_lower(record.digest, Where::FS);
+    if (record.in_lower) {
+        insert_lower(record.digest, Where::FS);
+        set_in_lower(record, false);
+    }
     while (record.first_child != NO_RECORD) orphan(record.first_child);
     if (record.parent != NO_RECORD) leave_parent(number);
     Slab& slab = slabs_.slab_of(record.at.slot);
@@ -599,7 +605,7 @@ void Index::set_lower(const Id& name_space, const Id& tenant, Bytes key, Where w
     const Digest digest = hasher_for(index_key_, name_space, tenant)(key);
     const std::uint32_t number = find(digest, name_space, tenant, key);
     if (number != NO_RECORD) {
-        if (where != Where::PENDING) records_[number].in_lower = where == Where::FS;
+        if (where != Where::PENDING) set_in_lower(records_[number], where == Where::FS);
         return;
     }
     const Where shown = table_.where(digest);
@@ -611,6 +617,15 @@ void Index::set_lower(const Id& name_space, const Id& tenant, Bytes key, Where w
     } else {
         table_.change(digest, where);
     }
+}
+
+void Index::set_in_lower(Record& record, bool is) {
+    if (record.in_lower != is) scopes_.count_in_lower(record.scope, is);
+    record.in_lower = is;
+}
+
+void Index::evicted_below(const Id& name_space, const Id& tenant, Bytes key, std::uint64_t now_ms) {
+    evictions_.add_below(hasher_for(index_key_, name_space, tenant)(key), name_space, key, now_ms);
 }
 
 bool Index::insert_chunk(const Digest& digest, Ref at, std::uint32_t number) {
@@ -825,6 +840,29 @@ bool Index::forget(Removal& removal, std::uint32_t number, std::size_t& steps) {
 
 // ---- What it says of itself ----
 
+std::vector<Evicted> Index::evictions_of(Bytes key, const std::optional<Scope>& scope, std::size_t limit) {
+    std::vector<std::uint64_t> numbers;
+    if (scope) {
+        const Digest digest = hasher_for(index_key_, scope->name_space, scope->tenant)(key);
+        numbers = evictions_.find(limit, [&](const Eviction& eviction) { return eviction.digest == digest; });
+    } else {
+        const Bytes start = key.first(KEY_START_BYTES);
+        numbers = evictions_.find(
+            limit, [&](const Eviction& eviction) { return std::ranges::equal(eviction.key_start, start); });
+    }
+    std::vector<Evicted> found;
+    for (const std::uint64_t number : numbers) {
+        Evicted& evicted = found.emplace_back(number, evictions_[number], std::nullopt, Bytes{});
+        if (evicted.how.cause != Cause::SLOT) continue;  // else the slot was not what was needed
+        const std::uint32_t newcomer = chunk_at({evicted.how.at.slot, evicted.how.at.generation + 1});
+        if (newcomer == NO_RECORD) continue;
+        const Record& record = records_[newcomer];
+        evicted.newcomer = scopes_[record.scope].scope;
+        evicted.newcomer_key = Bytes(record.key.data(), record.key_bytes);
+    }
+    return found;
+}
+
 std::vector<std::pair<const char*, std::uint64_t>> Index::stats() const {
     return {
         {"used_bytes", used_bytes_},
@@ -936,6 +974,7 @@ std::vector<std::string> Index::problems_of_sums() const {
         if (record.parent < children.size()) ++children[record.parent];
         ++usage[record.scope].chunks;
         usage[record.scope].bytes += class_bytes(record.at.slot);
+        usage[record.scope].in_lower += record.in_lower ? 1 : 0;
         chunks_leases += record.leases;
         if (record.leases > 0) pinned += class_bytes(record.at.slot);
         if (record.io > 0) io += class_bytes(record.at.slot);
@@ -960,6 +999,7 @@ std::vector<std::string> Index::problems_of_sums() const {
         ++tenants[scope.tenant];
         if (scopes_[number].scope != scope) add("a namespace and tenant have two numbers");
         expect("a tenant's chunks", usage[number].chunks, scopes_[number].chunks);
+        expect("a tenant's chunks that a lower tier has too", usage[number].in_lower, scopes_[number].in_lower);
         expect("a tenant's bytes", usage[number].bytes, scopes_[number].bytes);
     }
     quota_problems(problems);

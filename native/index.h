@@ -44,6 +44,7 @@
 #include "arena.h"
 #include "blocks.h"
 #include "digest.h"
+#include "evictions.h"
 #include "policy.h"
 #include "slabs.h"
 #include "table.h"
@@ -71,7 +72,8 @@ struct Scope {
 struct Usage {
     Scope scope;
     std::uint64_t chunks = 0;
-    std::uint64_t bytes = 0;  // of their slots
+    std::uint64_t bytes = 0;     // of their slots
+    std::uint64_t in_lower = 0;  // chunks that a lower tier has too, as far as the index knows
 };
 
 // Which chunks somebody means.
@@ -118,6 +120,14 @@ struct ChunkView {
     std::uint64_t bytes;  // of its slot
     std::uint64_t used_ms;
     bool leased;
+};
+
+// A chunk that was evicted, and the one that has taken its slot, while that is there.
+struct Evicted {
+    std::uint64_t number;  // rises with each eviction
+    Eviction how;
+    std::optional<Scope> newcomer;
+    Bytes newcomer_key;
 };
 
 // A chunk of the cpu tier that no lower tier has, and nobody is writing there.
@@ -171,6 +181,16 @@ class Index {
     // Of these keys, those that were used at least so often.
     std::vector<Unwritten> used_often(const Id& name_space, const Id& tenant, std::span<const Bytes> keys,
                                       std::uint32_t uses) const;
+
+    // For a person who asks what became of a chunk. For whom, by the caller's numbers, the evictions that follow make
+    // room, and when:
+    void make_room_for(std::uint32_t evictor, std::uint64_t now_ms) { evictions_.make_room_for(evictor, now_ms); }
+    // The tier below has evicted one by itself.
+    void evicted_below(const Id& name_space, const Id& tenant, Bytes key, std::uint64_t now_ms);
+    std::uint64_t evictions_told() const { return evictions_.count(); }
+    // Of the key in that scope, or of all keys that begin as this one does; newest first. The keys stay valid until the
+    // index changes.
+    std::vector<Evicted> evictions_of(Bytes key, const std::optional<Scope>& scope, std::size_t limit);
 
     // What the tenant's chunks may take here; nothing: no limit (quota.cpp). Chunks there are stay: the caller removes
     // the excess. A commit over the quota evicts the tenant's own least recently used chunks, or is refused.
@@ -258,6 +278,7 @@ class Index {
       public:
         std::uint32_t add_chunk(const Scope& scope, std::uint64_t nbytes);
         void take_chunk(std::uint32_t number, std::uint64_t nbytes);
+        void count_in_lower(std::uint32_t number, bool is) { usage_[number].in_lower += is ? 1 : -1; }
         const Usage& operator[](std::uint32_t number) const { return usage_[number]; }
         const std::map<Scope, std::uint32_t>& numbers() const { return numbers_; }
         const std::map<Id, std::uint64_t>& tenants() const { return tenants_; }  // how many namespaces each is in
@@ -304,7 +325,7 @@ class Index {
     void move_slabs(const Window& window);
     bool make_room_in_table();
     bool make_place(const Digest& digest, std::uint32_t kept);
-    void evict(std::uint32_t record);
+    void evict(std::uint32_t record, Cause cause);
     void drop(std::uint32_t record);
     void orphan(std::uint32_t child);
     bool is_selected(const Selection& what, const Record& record) const;
@@ -325,6 +346,7 @@ class Index {
     // Around every change of what decides whether and when a record is evicted.
     void unlist(std::uint32_t record);
     void list(std::uint32_t record);
+    void set_in_lower(Record& record, bool is);
     static bool is_held(const Record& record) { return record.leases > 0 || record.io > 0; }
     bool is_evictable(const Record& record) const { return record.live && record.children == 0 && !is_held(record); }
     bool insert_chunk(const Digest& digest, Ref at, std::uint32_t record);
@@ -350,6 +372,7 @@ class Index {
     Blocks<Record> records_;
     std::vector<std::uint32_t> free_records_;
     Policy policy_;
+    Evictions evictions_;
     std::map<std::uint64_t, Leaves> leaves_;           // by class_bytes
     std::unordered_map<std::uint64_t, Group> groups_;  // those that hold something
     std::map<Id, Quota> quotas_;                       // by tenant

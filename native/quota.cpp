@@ -54,7 +54,7 @@ bool Index::make_room_in(Quota& quota, std::uint64_t nbytes, std::uint32_t kept,
         if (oldest != quota.leaves.end() && oldest->record == kept) ++oldest;
         if (nbytes > quota.nbytes || oldest == quota.leaves.end() || evictions == EVICTIONS_PER_COMMIT_MAX)
             return false;
-        evict(oldest->record);
+        evict(oldest->record, Cause::QUOTA);
     }
     return true;
 }

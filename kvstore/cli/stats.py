@@ -34,10 +34,12 @@ def _print_tables(reply: admin_pb2.StatsReply, console: Console) -> None:
         tiers.add_row(count, *(str(getattr(tier, count)) for tier in reply.tiers))
     print_table(tiers)
     for tier in reply.tiers:
-        if tier.sick or tier.dropped_stores or tier.quarantined_slots:
+        if tier.sick or tier.dropped_stores or tier.quarantined_slots or tier.not_growing:
             state = f"sick: {tier.sick}" if tier.sick else "well"
-            lost = f"{tier.dropped_stores} stores dropped, {tier.quarantined_slots} slots quarantined"
-            console.print(f"{tier.name}: {state}; {lost} so far", highlight=False)
+            lost = f"{tier.dropped_stores} stores dropped so far, {tier.quarantined_slots} slots not used (quarantined)"
+            console.print(f"{tier.name}: {state}; {lost}", highlight=False, soft_wrap=True)
+        if tier.not_growing:
+            console.print(f"{tier.name}: does not grow: {tier.not_growing}", highlight=False, soft_wrap=True)
     for decided in reply.decisions:
         if decided.kind == "commit":
             console.print(f"rejected, {decided.reason}: {decided.refused_chunks} chunks so far", highlight=False)

@@ -128,6 +128,7 @@ class FsTier:
         self._when_ready: list[Callable[[], None]] = []
         # Told of every chunk that is held or forgotten from the start on; must not call the tier.
         self.on_change: Callable[[ChunkId, bool], None] | None = None
+        self.on_evicted: Callable[[ChunkId], None] = lambda _chunk: None  # of a change, that it was for room
 
         self._pool = IoPool(options.n_read_threads, options.n_write_threads)
         for address, nbytes in regions:
@@ -197,6 +198,7 @@ class FsTier:
             options=self._options,
             counters=self._counters,
             request_numbers=itertools.count(),
+            on_evicted=self.on_evicted,
         )
         self._writes = Writes(serving)
         self._removals = self._writes.removals = Removals(
@@ -333,7 +335,8 @@ class FsTier:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a chunk of so many bytes that is written next displaces none."""
-        return self._catalog.has_room(slot_bytes_for(nbytes))
+        may_grow = not self._ready.is_set() or self._writes.not_growing is None
+        return self._catalog.has_room(slot_bytes_for(nbytes), may_grow=may_grow)
 
     def stats(self) -> FsStats:
         catalog, counters, ready = self._catalog, self._counters, self._ready.is_set()
@@ -346,10 +349,11 @@ class FsTier:
             corruptions=counters.corruptions,
             dropped=counters.dropped,
             sick=self.sick,
+            not_growing=self._writes.not_growing if ready else None,
             warming=None if ready else self._progress,
             direct=self._directory.direct,
             torn=counters.torn,
-            quarantined=counters.quarantined,
+            quarantined=catalog.quarantined_count,
             io_errors=counters.io_errors,
             late=counters.late,
             read_bytes=counters.read_bytes,

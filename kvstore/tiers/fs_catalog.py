@@ -247,6 +247,10 @@ class Catalog:
         return self.charged_bytes - self._slots_bytes
 
     @property
+    def quarantined_count(self) -> int:
+        return sum(len(slab.quarantined) for slab in self.slabs.values())
+
+    @property
     def slot_count(self) -> int:
         return self._slot_count
 
@@ -267,11 +271,11 @@ class Catalog:
             count -= max(1, excess // (slot_bytes + BLOCK_BYTES))
         return max(0, count)
 
-    def has_room(self, slot_bytes: int) -> bool:
-        """Whether a further chunk in such a slot displaces none."""
+    def has_room(self, slot_bytes: int, *, may_grow: bool = True) -> bool:
+        """Whether a further chunk in such a slot displaces none. `may_grow`: a further slab can be had."""
         size_class = self.classes.get(slot_bytes)
         is_free = size_class is not None and bool(size_class.fresh or size_class.with_free)
-        return is_free or self.slots_that_fit(slot_bytes) > 0
+        return is_free or (may_grow and self.slots_that_fit(slot_bytes) > 0)
 
     # Slabs
 

@@ -198,7 +198,6 @@ class Reads:
         def committed() -> None:
             # With its ghost from the start: a removal that comes meanwhile must know of the header.
             self._catalog.quarantine(place, frozenset({entry.chunk}))
-            self._counters.quarantined += damaged
             self._worker.run(lambda: self._directory.zero_slots(slab.fd, [slot], slab.slot_bytes), zeroed)
 
         def zeroed(result: Failure | None) -> None:

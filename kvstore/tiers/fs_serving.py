@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvstore._native import IoPool
-from kvstore.tiers.base import Memory, TierStats
+from kvstore.tiers.base import ChunkId, Memory, TierStats
 from kvstore.tiers.fs_catalog import Catalog
 from kvstore.tiers.fs_directory import FsDirectory, Step
 from kvstore.tiers.fs_format import BLOCK_BYTES
@@ -32,6 +32,7 @@ class FsStats(TierStats):
     """`warming`: (slots looked at, of how many) until the tier is ready, then None. `sick`: why, or None."""
 
     sick: str | None
+    not_growing: str | None  # why it takes less than its capacity and evicts instead, as of the last attempt
     warming: tuple[int, int] | None
     direct: bool
     torn: int  # found half written after a kill or a power cut, and dropped
@@ -53,7 +54,6 @@ class Counters:
     corruptions: int = 0
     torn: int = 0
     dropped: int = 0
-    quarantined: int = 0
     io_errors: int = 0
     late: int = 0
     read_bytes: int = 0
@@ -75,6 +75,7 @@ class Serving:
     options: FsOptions
     counters: Counters
     request_numbers: Iterator[int]
+    on_evicted: Callable[[ChunkId], None]
 
 
 def check_aligned(memory: Memory) -> None:

@@ -84,6 +84,7 @@ class Writes:
         self._step = serving.step
         self._options = serving.options
         self._counters = serving.counters
+        self._on_evicted = serving.on_evicted
         self._request_numbers = serving.request_numbers
         self.running: dict[int, _Write] = {}  # by the pool's number
         self.count = 0  # waiting or running, the doomed included
@@ -93,6 +94,19 @@ class Writes:
         self._queues: dict[int, _Queue] = {}
         self.health = Health(1)
         self._no_growth_until_s = 0.0
+        self._growth_failed: tuple[float, str] | None = None  # when and why, if no slab could be made since
+
+    @property
+    def not_growing(self) -> str | None:
+        """Why less than the cap is taken though more was wanted; None: more could be had, or was not asked for."""
+        if self._growth_failed is None:
+            return None
+        at_s, why = self._growth_failed
+        catalog = self._catalog
+        return (
+            f"{catalog.charged_bytes} of {catalog.cap_bytes} bytes are taken, and there was no room for more "
+            f"{self._clock() - at_s:.0f} s ago ({why}); free space on the disk, or give a smaller --fs-bytes"
+        )
 
     def write(self, chunk: ChunkId, memory: Memory, done: WriteDone, released: Released) -> None:
         check_aligned(memory)
@@ -371,7 +385,7 @@ class Writes:
         self._step("evicting")
         place = self._catalog.forget(entry)
         self._journal.forget(entry)
-        self._counters.evictions += 1
+        self._evicted(entry.chunk)
         if queue is not None:
             queue.coming += 1
 
@@ -384,6 +398,10 @@ class Writes:
                 self.pump_all()
 
         self._journal.after_commit(committed)
+
+    def _evicted(self, chunk: ChunkId) -> None:
+        self._counters.evictions += 1
+        self._on_evicted(chunk)
 
     def _grow(self, queue: _Queue, slot_count: int) -> None:
         catalog = self._catalog
@@ -412,10 +430,12 @@ class Writes:
                 queue.growth_error = None
                 queue.gave_up_a_slab = False
                 self._no_growth_until_s = 0.0
+                self._growth_failed = None
             else:
                 log.warning("%s: a slab of %d bytes: %s", self._directory.path, header.file_bytes, said(result))
                 queue.growth_error = f"making room: {said(result)}"
                 self._no_growth_until_s = self._clock() + GROWTH_RETRY_S
+                self._growth_failed = self._clock(), said(result)
                 if isinstance(result, IndexUnusable):
                     self._journal.failed(result)
             self._prepared(queue)
@@ -427,7 +447,7 @@ class Writes:
         catalog = self._catalog
         for entry in catalog.remove_slab(slab):
             self._journal.forget(entry)
-            self._counters.evictions += 1
+            self._evicted(entry.chunk)
         catalog.reserved_bytes += slab.charge_bytes
         catalog.barred_numbers.add(slab.number)
         header = slab.next_epoch(self._directory.directory_id)

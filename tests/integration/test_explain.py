@@ -1,9 +1,11 @@
 """`kvstore explain` against a real daemon, and what engines tell it: decisions, and what they learned."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -279,3 +281,50 @@ def test_reads_from_disk_are_timed_by_the_daemon(tmp_path: Path) -> None:
             [(chunks, seconds)] = reads
             assert chunks == 8
             assert 0 < seconds < WAIT_S
+
+
+def test_of_an_evicted_chunk_it_says_who_needed_its_slot_and_of_each_tier_when(tmp_path: Path) -> None:
+    slot_bytes = 12_288
+    flags = ["--fs-dir", str(tmp_path / "fs"), "--fs-bytes", "2MiB", "--eviction-policy", "lru"]
+    with (
+        running_daemon(cpu_bytes=16 * slot_bytes, arguments=flags, verify=False) as daemon,
+        client_of(daemon) as one,
+        client_of(daemon, namespace={"model": "n"}) as other,
+    ):
+        one.put(None, {key(1): payload(1)})
+        eventually(lambda: daemon.tier("fs")["chunks"] == 1, "it is on disk")
+        for number in range(100, 116):
+            other.put(None, {key(number): payload(number)})
+        eventually(lambda: daemon.tier("fs")["chunks"] == 17, "all are on disk")
+        in_both = kvstore(daemon, "ls", "tenants")["tenants"][0]
+        counts = {tier: each["chunks"] for tier, each in in_both["by_tier"].items()}
+        assert (in_both["chunks"], counts) == (17, {"cpu": 16, "fs": 17})
+        [fate] = explain(daemon, key(1).hex())["keys"]
+        stored, evicted, now = fate["events"]
+        assert re.fullmatch(r"stored \S+ s ago by client-1", stored)
+        [row] = [row for row in kvstore(daemon, "ls", "namespaces")["namespaces"] if row["document"]["model"] == "n"]
+        assert re.fullmatch(
+            rf"evicted from memory \S+ s ago, to make room for client-2, namespace {row['namespace_id']}; "
+            rf"the key {key(115).hex()} has its slot",
+            evicted,
+        )
+        assert now == "in the fs tier now"
+        numbers = itertools.count(200)
+
+        def has_gone() -> bool:
+            number = next(numbers)
+            other.put(None, {key(number): payload(number)})
+            return "in no tier now" in str(explain(daemon, key(1).hex())["keys"][0]["events"])
+
+        eventually(has_gone, "it was evicted from disk")
+        [fate] = explain(daemon, key(1).hex())["keys"]
+        assert "evicted from disk" in fate["events"][1]
+        assert "evicted from memory" in fate["events"][1]
+        assert fate["events"][1].startswith("in no tier now: ")
+
+
+def kvstore(daemon: Daemon, *arguments: str) -> dict[str, list[dict[str, Any]]]:
+    done = CliRunner().invoke(app, [*arguments, "--endpoint", daemon.endpoint, "--json"])
+    assert done.exit_code == 0, done.output
+    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    return found

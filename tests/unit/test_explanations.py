@@ -103,6 +103,125 @@ def test_a_put_that_got_no_slot_is_counted_its_keys_say_why_and_it_pushes_no_req
     assert list(known.of_request("", 0)) == []
 
 
+Row = tuple[int, int, int, int, bytes, tuple[bytes, bytes] | None]
+
+
+class Evictions:
+    """What an index would say: `rows` as of `Index.evictions_of`, oldest first, all of KEY."""
+
+    def __init__(self) -> None:
+        self.evictions_told = 0
+        self.evictor = 0
+        self.rows: list[Row] = []
+
+    def make_room_for(self, evictor: int, now_ms: int) -> None:  # noqa: ARG002
+        self.evictor = evictor
+
+    def evict(self, at_ms: int, cause: int = 0, newcomer: bytes | None = None) -> None:
+        self.evictions_told += 1
+        evictor = 0 if cause == FROM_DISK else self.evictor
+        by = None if newcomer is None else (NAMESPACE, newcomer)
+        self.rows.append((self.evictions_told, at_ms, cause, evictor, NAMESPACE, by))
+
+    def evictions_of(
+        self,
+        key: bytes,
+        *,
+        namespace: bytes | None = None,  # noqa: ARG002
+        tenant: bytes | None = None,  # noqa: ARG002
+        limit: int,
+    ) -> list[Row]:
+        assert KEY.startswith(key)
+        return self.rows[::-1][:limit]
+
+
+FROM_DISK = 4
+
+
+def test_of_an_evicted_chunk_it_is_known_who_needed_its_slot_and_for_which_key() -> None:
+    log = Evictions()
+    known = Explanations(log)
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 1000)
+    known.make_room_for("greedy", b"m" * 16, 1500)
+    log.evict(1500, newcomer=b"w" * 32)
+    log.evict(2500, FROM_DISK)
+    miss(known, 3000)
+    log.evict(3000)  # what came after it was missed is not why
+    stored, gone = missing(known, 4000)
+    assert stored == "stored 3.0 s ago by engine"
+    assert gone == (
+        f"evicted from memory 2.5 s ago, to make room for greedy, namespace {(b'm' * 16).hex()}; the key "
+        f"{(b'w' * 32).hex()} has its slot; evicted from disk 1.5 s ago"
+    )
+    [fate] = known.of_key(KEY, [], nowhere, 4000)
+    assert fate.events[1].startswith("in no tier now: evicted from memory 2.5 s ago")
+
+
+@pytest.mark.parametrize(("cause", "why"), [(1, "another size"), (2, "in the table, which was full"), (3, "quota")])
+def test_what_room_was_needed_for_is_said(cause: int, why: str) -> None:
+    log = Evictions()
+    known = Explanations(log)
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 1000)
+    known.make_room_for("engine", NAMESPACE, 1000)
+    log.evict(1000, cause)
+    [fate] = known.of_key(KEY, [], nowhere, 2000)
+    assert why in fate.events[-1]
+
+
+def test_an_eviction_before_a_chunk_was_stored_again_is_not_why_it_is_gone_now() -> None:
+    log = Evictions()
+    known = Explanations(log)
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 1000)
+    known.make_room_for("greedy", NAMESPACE, 1000)
+    log.evict(1000)
+    known.evicted("greedy", 7, 1000)
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 1000)
+    [fate] = known.of_key(KEY, [], nowhere, 1000)
+    assert "evicted from memory" in fate.events[1]
+    assert fate.events[3] == "in no tier now: nothing is known to have been evicted or removed since it was stored"
+    [fate] = known.of_key(KEY, [], lambda *_: "cpu", 1000)
+    assert fate.events[3] == "in the cpu tier now"
+    log.evict(1000, FROM_DISK)
+    [fate] = known.of_key(KEY, [], lambda *_: "cpu", 1000)
+    assert fate.events[3:] == ["evicted from disk 0.0 s ago", "in the cpu tier now"]
+
+
+def test_of_a_chunk_stored_so_long_ago_that_it_is_forgotten_the_eviction_is_still_known() -> None:
+    log = Evictions()
+    known = Explanations(log)
+    known.make_room_for("greedy", NAMESPACE, 1000)
+    log.evict(1000)
+    miss(known, 2000)
+    evicted, forgotten = missing(known, 3000)
+    assert evicted.startswith("evicted from memory 2.0 s ago, to make room for greedy, namespace")
+    assert forgotten == "when it was stored is no longer known"
+    [fate] = known.of_key(KEY, [(NAMESPACE, TENANT)], nowhere, 3000)
+    assert (fate.namespace_id, fate.tenant_id, list(fate.events)) == (NAMESPACE, b"", [evicted, forgotten])
+    [fate] = known.of_key(KEY, [(NAMESPACE, TENANT)], lambda *_: "fs", 3000)
+    assert list(fate.events) == [evicted, "in the fs tier now; when it was stored is no longer known"]
+
+
+def test_where_the_evictions_are_forgotten_it_is_said_who_needed_room() -> None:
+    log = Evictions()
+    known = Explanations(log)
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 1000)
+    known.evicted("greedy", 7, 1000)
+    log.evictions_told = explanations.EXACT_EVICTIONS_KEPT + 1
+    [fate] = known.of_key(KEY, [], nowhere, 1000)
+    assert "since it was stored 7 chunks were evicted to make room for greedy" in fate.events[-1]
+
+
+def test_who_needed_room_is_remembered_of_the_last_thousands() -> None:
+    log = Evictions()
+    known = Explanations(log)
+    for number in range(explanations.EVICTORS_KEPT + 10):
+        known.make_room_for("first", NAMESPACE, 0)
+        known.make_room_for(f"client-{number}", NAMESPACE, 0)
+    assert len(known._evictors) == len(known._evictor_names) == explanations.EVICTORS_KEPT
+    assert ("first", NAMESPACE) in known._evictors
+    assert known._evictor_names[log.evictor] == (f"client-{number}", NAMESPACE)
+
+
 def missing(known: Explanations, now_ms: int) -> list[str]:
     [explained] = known.of_request("request-1", now_ms)
     return list(explained.missing)
@@ -136,7 +255,7 @@ def test_a_removal_of_others_is_not_told_of_a_key() -> None:
     known.removed(Scope(tenant=b"u" * 16), "chunks of its tenant from every tier", 1000)
     known.removed(Scope(namespace=b"m" * 16), "chunks of its namespace from every tier", 1000)
     [fate] = known.of_key(KEY, [], nowhere, 2000)
-    assert fate.events[-1] == "in no tier now; since it was stored nothing is known to have been evicted or removed"
+    assert fate.events[-1] == "in no tier now: nothing is known to have been evicted or removed since it was stored"
 
 
 def test_a_chunk_that_was_missed_may_never_have_been_stored_or_was_refused_or_is_of_another_namespace() -> None:

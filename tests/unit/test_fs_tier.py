@@ -293,6 +293,7 @@ def test_a_header_that_cannot_be_read_at_a_start_is_not_believed_by_a_later_one(
             async with fs_bench(killed, opts) as bench:
                 (slab,) = bench.tier._catalog.slabs.values()
                 assert slab.quarantined == {slot}
+                assert bench.tier.stats().quarantined == 1
                 assert await bench.remove(Scope(chunks=frozenset({chunk_id(1)}))) == Removed(0, 0)
         (killed / fs_paths.INDEX).unlink()
         async with fs_bench(killed) as bench:
@@ -1365,6 +1366,41 @@ def small_tmpfs(path: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+def test_a_disk_that_is_full_below_the_cap_is_said_while_evictions_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def scenario() -> None:
+        opts = options(64 << 20, slab_bytes=10 * SLOT_BYTES)
+        now = [100.0]
+        async with fs_bench(tmp_path, opts, clock=lambda: now[0]) as bench:
+            gone: list[ChunkId] = []
+            bench.tier._writes._on_evicted = gone.append
+            await store(bench, range(10))
+            assert bench.tier.stats().not_growing is None
+            assert bench.tier.has_room(CHUNK_BYTES)
+            with monkeypatch.context() as patch:
+                patch.setattr(bench.tier._directory, "create_slab", full)
+                await store(bench, range(10, 12))
+                stats = bench.tier.stats()
+                assert (stats.chunks, stats.evictions, stats.sick) == (10, 2, None)
+                assert gone == [chunk_id(0), chunk_id(1)]
+                now[0] += 3
+                told = bench.tier.stats().not_growing
+                assert told is not None
+                taken = bench.tier._catalog.charged_bytes
+                assert told.startswith(f"{taken} of {64 << 20} bytes are taken, and there was no room for more 3 s ago")
+                assert os.strerror(errno.ENOSPC) in told
+                assert not bench.tier.has_room(CHUNK_BYTES)  # the next one displaces another
+            await store(bench, range(12, 20))
+            assert bench.tier.stats().not_growing is None
+            assert bench.tier.stats().evictions == 2
+
+    run(scenario)
+
+
 def test_a_filesystem_smaller_than_the_cap_evicts_and_goes_on(tmp_path: Path) -> None:
     """8 MiB of space, 64 MiB of cap, 20 MiB of stores; then filled from outside, then freed again."""
 
@@ -1773,10 +1809,11 @@ def test_a_torn_slot_is_dropped_and_is_no_corruption(tmp_path: Path) -> None:
         async with fs_bench(tmp_path, opts) as bench:
             assert await problems_found(bench) == []
             stats = bench.tier.stats()
-            assert (stats.torn, stats.corruptions, stats.quarantined) == (1, 0, 0)
+            assert (stats.torn, stats.corruptions) == (1, 0)
             assert await found(bench, range(5)) == [0, 1, 3, 4]
             (slab,) = bench.tier._catalog.slabs.values()
             await until(lambda: not slab.taken and not slab.quarantined, "the slot to be free")
+            assert bench.tier.stats().quarantined == 0
 
     run(scenario)
 
@@ -1806,6 +1843,10 @@ def test_a_removal_covers_a_torn_chunk_that_somebody_still_reads(
             returned(*late[0])
             outcomes = [(await read)[0] for read in reads]
             assert sorted(outcomes, key=str) == [ReadOutcome.ABSENT, ReadOutcome.DAMAGED]
+            # Its slot could not be used again while somebody read there, and is not now.
+            await until(lambda: bench.tier.stats().quarantined == 1, "the quarantine")
+            stats = bench.tier.stats()
+            assert (stats.torn, stats.corruptions) == (1, 0)
 
     run(scenario)
 

@@ -28,6 +28,12 @@ def test_the_document_lists_exactly_what_is_exported() -> None:
     assert exported == set(rows)
 
 
+def test_a_tier_that_does_not_grow_is_1() -> None:
+    tiers = [admin_pb2.TierStats(name="cpu"), admin_pb2.TierStats(name="fs", not_growing="no space")]
+    [family] = [each for each in families(admin_pb2.StatsReply(tiers=tiers)) if each.name == "kvstore_not_growing"]
+    assert {sample.labels["tier"]: sample.value for sample in family.samples} == {"cpu": 0, "fs": 1}
+
+
 def test_every_series_has_the_prefix_and_no_identity() -> None:
     for family in families(admin_pb2.StatsReply(tiers=[admin_pb2.TierStats(name="cpu")])):
         assert family.name.startswith("kvstore_")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvstore import _native
-from kvstore._native import CPU, FS, MISS, PENDING
+from kvstore._native import CPU, FS, MISS, PENDING, STORED
 from tests.unit.native_store import INDEX_KEY, INSTANCE, KIB, NAMESPACE, TENANT, NativeStore, key_of, native_store
 
 CHUNK = 64 * KIB
@@ -1017,3 +1017,74 @@ def test_what_the_daemon_reads_is_removed_at_once_and_its_slot_is_free_when_it_h
         assert store.index.stats()["io_bytes"] == 0
         assert store.index.problems() == []
         store.index.end_leases(1)
+
+
+def evictions_of(store: NativeStore, number: int) -> list[tuple[int, int, int, int, bytes, tuple[bytes, bytes] | None]]:
+    return store.index.evictions_of(key_of(number), namespace=NAMESPACE, tenant=TENANT, limit=10)
+
+
+def test_each_eviction_says_for_whom_it_made_room_and_what_has_the_slot() -> None:
+    with native_store() as store:
+        index = store.index
+        for number in range(16):
+            store.put(number)
+        assert evictions_of(store, 0) == []
+        index.make_room_for(7, 5_000)
+        [at] = index.grant(2, CHUNK, 1)
+        assert evictions_of(store, 0) == [(1, 5_000, 0, 7, NAMESPACE, None)]
+        assert index.commit(2, NAMESPACE, [(*at, TENANT, key_of(100), b"")]) == [STORED]
+        newcomer = (NAMESPACE, key_of(100))
+        assert evictions_of(store, 0) == [(1, 5_000, 0, 7, NAMESPACE, newcomer)]
+        index.evicted_below(NAMESPACE, TENANT, key_of(0), 6_000)
+        assert evictions_of(store, 0) == [(2, 6_000, 4, 0, NAMESPACE, None), (1, 5_000, 0, 7, NAMESPACE, newcomer)]
+        assert index.evictions_told == 2
+        assert index.stats()["evictions"] == 1
+        index.make_room_for(8, 7_000)
+        for number in range(200, 216):  # the newcomer goes as well
+            store.put(number)
+        assert evictions_of(store, 0)[1] == (1, 5_000, 0, 7, NAMESPACE, None)
+        alike = index.evictions_of(key_of(1)[:8], limit=100)  # all of these keys begin with zeros
+        assert [number for number, *_ in alike] == list(range(18, 0, -1))
+        assert index.evictions_of(key_of(1)[:8], limit=3) == alike[:3]
+        with pytest.raises(ValueError, match="8 bytes"):
+            index.evictions_of(b"short", limit=1)
+
+
+def test_an_eviction_says_what_was_needed_slots_of_another_size_an_entry_or_a_quota() -> None:
+    with native_store() as store:
+        for number in range(16):
+            store.put(number)
+        store.index.grant(2, 4 * CHUNK, 1)
+        assert {cause for number in range(16) for _, _, cause, *_ in evictions_of(store, number)} == {1}
+    with native_store(entries=8) as store:
+        for number in range(14):
+            store.put(number)
+        assert [cause for _, _, cause, *_ in evictions_of(store, 0)] == [2]
+    with native_store() as store:
+        store.index.set_quota(TENANT, 2 * CHUNK)
+        for number in range(3):
+            store.put(number)
+        assert [cause for _, _, cause, *_ in evictions_of(store, 0)] == [3]
+
+
+def test_the_oldest_evictions_are_forgotten() -> None:
+    with native_store() as store:
+        for number in range(_native.EVICTIONS_KEPT + 2):
+            store.index.evicted_below(NAMESPACE, TENANT, key_of(number), number)
+        assert [evictions_of(store, number) != [] for number in (0, 1, 2, 3)] == [False, False, True, True]
+        assert evictions_of(store, 2)[0][0] == 3
+
+
+def test_usage_says_how_many_chunks_a_lower_tier_has_too() -> None:
+    with native_store() as store:
+        refs = {number: store.put(number) for number in range(16)}
+        for number in (1, 2, 3, 50):
+            store.index.set_lower(NAMESPACE, TENANT, key_of(number), FS)
+        store.index.set_lower(NAMESPACE, TENANT, key_of(2), FS)
+        store.index.set_lower(NAMESPACE, TENANT, key_of(3), MISS)
+        assert store.index.usage(limit=1) == [(NAMESPACE, TENANT, 16, 16 * CHUNK, 2)]
+        assert store.index.grant(1, CHUNK, 2) == [(slot, generation + 1) for slot, generation in (refs[0], refs[1])]
+        assert store.index.usage(limit=1) == [(NAMESPACE, TENANT, 14, 14 * CHUNK, 1)]
+        store.index.end_group(1)
+        store.put(1)  # comes back while the lower tier still has it
+        assert store.index.usage(limit=1) == [(NAMESPACE, TENANT, 15, 15 * CHUNK, 2)]

@@ -45,20 +45,22 @@ class UsageRequest(_message.Message):
     def __init__(self, what: _Optional[_Union[Selection, _Mapping]] = ...) -> None: ...
 
 class TenantUsage(_message.Message):
-    __slots__ = ("namespace_id", "tenant_id", "unsalted", "tier", "chunks", "bytes")
+    __slots__ = ("namespace_id", "tenant_id", "unsalted", "tier", "chunks", "bytes", "also_below")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     UNSALTED_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    ALSO_BELOW_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     tenant_id: bytes
     unsalted: bool
     tier: str
     chunks: int
     bytes: int
-    def __init__(self, namespace_id: _Optional[bytes] = ..., tenant_id: _Optional[bytes] = ..., unsalted: bool = ..., tier: _Optional[str] = ..., chunks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    also_below: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., tenant_id: _Optional[bytes] = ..., unsalted: bool = ..., tier: _Optional[str] = ..., chunks: _Optional[int] = ..., bytes: _Optional[int] = ..., also_below: _Optional[int] = ...) -> None: ...
 
 class UsagePage(_message.Message):
     __slots__ = ("usage",)
@@ -261,7 +263,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("name", "capacity_bytes", "used_bytes", "granted_bytes", "pinned_bytes", "overhead_bytes", "chunks", "hits", "misses", "evictions", "corruptions", "ready_bytes", "removals", "sick", "dropped_stores", "quarantined_slots", "scrubbed_chunks", "tenants", "unindexed_chunks")
+    __slots__ = ("name", "capacity_bytes", "used_bytes", "granted_bytes", "pinned_bytes", "overhead_bytes", "chunks", "hits", "misses", "evictions", "corruptions", "ready_bytes", "removals", "sick", "dropped_stores", "quarantined_slots", "scrubbed_chunks", "tenants", "unindexed_chunks", "not_growing")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +283,7 @@ class TierStats(_message.Message):
     SCRUBBED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     UNINDEXED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NOT_GROWING_FIELD_NUMBER: _ClassVar[int]
     name: str
     capacity_bytes: int
     used_bytes: int
@@ -300,7 +303,8 @@ class TierStats(_message.Message):
     scrubbed_chunks: int
     tenants: int
     unindexed_chunks: int
-    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., granted_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., corruptions: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., removals: _Optional[int] = ..., sick: _Optional[str] = ..., dropped_stores: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., scrubbed_chunks: _Optional[int] = ..., tenants: _Optional[int] = ..., unindexed_chunks: _Optional[int] = ...) -> None: ...
+    not_growing: str
+    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., granted_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., corruptions: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., removals: _Optional[int] = ..., sick: _Optional[str] = ..., dropped_stores: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., scrubbed_chunks: _Optional[int] = ..., tenants: _Optional[int] = ..., unindexed_chunks: _Optional[int] = ..., not_growing: _Optional[str] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("role", "group", "pid", "uid", "rank", "namespace_ids")
