@@ -1,11 +1,15 @@
 """One engine and one daemon: what the engine computed comes back from the store, and only to whom it belongs."""
 
+import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from connector.testing import Engine, random_prompt
 from kvstore._native import fill
+from kvstore.cli import app
+from kvstore.plan import read_engine_log
 from kvstore.session import Attachment, Kind, Role, Session
 from tests.vllm.support import (
     BLOCK_TOKENS,
@@ -122,3 +126,17 @@ def test_an_engine_that_starts_after_the_first_has_stopped_is_served(
         store.wait_for_hits(hits + FULL_CHUNKS)
         assert loaded_chunks(second) == FULL_CHUNKS
     assert warm.tokens == cold.tokens == oracle.generate(prompt).tokens
+
+
+def test_a_plan_is_made_from_the_log_of_an_engine_on_the_cpu_platform(oracle: Engine, tmp_path: Path) -> None:
+    config = json.loads((oracle.model / "config.json").read_text())
+    head_bytes = 4 * (config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])  # float32
+    expected = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_bytes
+    log = read_engine_log(oracle.log_text())
+    assert log.kv_bytes_per_token_on_rank == pytest.approx(expected, rel=0.02)  # it says GiB to two places
+    assert (log.tp_size, log.model) == (1, str(oracle.model))
+    (tmp_path / "engine.log").write_text(oracle.log_text())
+    arguments = ["plan", "--engine-log", str(tmp_path / "engine.log"), "--config", str(oracle.model), "--json"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["kv_bytes_per_token"] == pytest.approx(expected, rel=0.02)
