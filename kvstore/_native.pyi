@@ -490,7 +490,7 @@ class Index:
         """What is remembered of the last EVICTIONS_KEPT, newest first, in up to 0.2 ms: (number, when, cause, evictor,
         namespace, (namespace, key) of the chunk that has taken the slot or None).
 
-        With namespace and tenant of exactly this key, else of all keys whose first 8 bytes are the same. Causes: 0 a
+        Of this key in that namespace and tenant, or in any; of 8 bytes: of all keys that begin so. Causes: 0 a
         slot was needed, 1 slots of another size, 2 an entry of the table, 3 room within the tenant's quota, 4 it went
         from the tier below.
         """

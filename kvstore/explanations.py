@@ -21,6 +21,7 @@ from kvstore.tiers.base import ChunkId, Scope
 DECISIONS_KEPT = 4_096
 KEYS_KEPT = 65_536  # stored, and refused, each
 EVICTIONS_KEPT = 4_096
+EVICTIONS_LOOKED_AT_MAX = 64  # of keys that begin alike, or one that comes and goes, the newest
 EVICTORS_KEPT = 4_096
 REMOVALS_KEPT = 64
 REASONS_MAX = 64  # an engine may send any text
@@ -42,6 +43,7 @@ _NEEDED = (  # by the native index's number of the cause
     "because its tenant's quota had no room",
 )
 _STORED_LONG_AGO = "when it was stored is no longer known"
+_BEGINS_SO = "a key that begins so: "
 
 
 class EvictionLog(Protocol):
@@ -344,11 +346,12 @@ class Explanations:
         sick = [f"the fs tier was not read then: {kept.sick}"] if kept.sick else []
         if own:
             last, full = max(own, key=lambda found: found[0].order)
-            gone = [] if last.reason else [self._causes(last, full, kept.evictions, kept.at_ms, now_ms)]
+            evicted = [] if last.reason else self._evicted(full, now_ms, last.namespace, last.tenant)
+            gone = [] if last.reason else [self._causes(last, full, evicted, kept.evictions, kept.at_ms, now_ms)]
             return [*_told(last, now_ms), *gone, *sick]
         evicted = [eviction for eviction in self._evicted(key, now_ms) if eviction.number <= kept.evictions]
-        if went := [eviction.told for eviction in evicted if eviction.namespace == kept.namespace]:
-            return [*went, _STORED_LONG_AGO, *sick]
+        if went := [f"{_BEGINS_SO}{each.told}" for each in evicted if each.namespace == kept.namespace]:
+            return [*went[-EVENTS_MAX:], _STORED_LONG_AGO, *sick]
         if others:
             return [f"stored before only in namespace {', '.join(space.hex() for space in others)}", *sick]
         return ["not known to have been stored, or decided about, before", *sick]
@@ -383,24 +386,26 @@ class Explanations:
                 count += 1
                 known_namespaces.add(namespace)
                 went = [eviction.told for eviction in self._evicted(key, now_ms, namespace, tenant)]
-                events = [*went, f"in the {tier} tier now; when it was stored is no longer known"]
+                events = [*went[-EVENTS_MAX:], f"in the {tier} tier now; when it was stored is no longer known"]
                 yield admin_pb2.KeyFate(namespace_id=namespace, tenant_id=tenant, events=events)
             elif number % PLACES_PER_SLICE == 0:
                 yield None
         gone: dict[bytes, list[str]] = {}  # stored so long ago that only this is remembered
+        begins_so = "" if len(key) > REFUSED_PREFIX_BYTES else _BEGINS_SO
         for eviction in self._evicted(key, now_ms):
             if eviction.namespace not in known_namespaces:
-                gone.setdefault(eviction.namespace, []).append(eviction.told)
+                gone.setdefault(eviction.namespace, []).append(begins_so + eviction.told)
         for namespace, went in list(gone.items())[: EXPLAINED_MAX - count]:
-            yield admin_pb2.KeyFate(namespace_id=namespace, events=[*went, _STORED_LONG_AGO])
+            yield admin_pb2.KeyFate(namespace_id=namespace, events=[*went[-EVENTS_MAX:], _STORED_LONG_AGO])
 
     def _evicted(
         self, key: bytes, now_ms: int, namespace: bytes | None = None, tenant: bytes | None = None
     ) -> list[_Evicted]:
-        """The newest evictions of a key in its namespace and tenant, or of keys that begin so, oldest first."""
-        if self.log is None:
+        """The newest evictions of a key in its namespace and tenant, or in any, oldest first; of 8 bytes, of all keys
+        that begin so."""
+        if self.log is None or tenant == b"":  # of what was refused the tenant is not known
             return []
-        rows = self.log.evictions_of(key, namespace=namespace, tenant=tenant, limit=EVENTS_MAX)
+        rows = self.log.evictions_of(key, namespace=namespace, tenant=tenant, limit=EVICTIONS_LOOKED_AT_MAX)
         return [
             _Evicted(number, its_namespace, self._eviction(at_ms, cause, evictor, newcomer, now_ms))
             for number, at_ms, cause, evictor, its_namespace, newcomer in reversed(rows)
@@ -421,30 +426,30 @@ class Explanations:
     def _history(self, history: list[_Event], key: bytes, tier: str, now_ms: int) -> list[str]:
         """Of one chunk, which is in that tier now ("": in none)."""
         newest = sorted(history, key=lambda event: event.order)[-EVENTS_MAX:]
+        # Once for all events: it looks at all that are remembered.
+        evicted = self._evicted(key, now_ms, history[0].namespace, history[0].tenant)
         told: list[str] = []
         for event, later in itertools.zip_longest(newest, newest[1:]):
             told += _told(event, now_ms)
             if later is None and tier:
-                told += self._went(event, key, self._evictions_told(), now_ms)
+                told += _went(event, evicted, self._evictions_told())
                 told.append(f"in the {tier} tier now")
             elif event.reason:
                 continue
             elif later is None:
-                causes = self._causes(event, key, self._evictions_told(), now_ms, now_ms)
+                causes = self._causes(event, key, evicted, self._evictions_told(), now_ms, now_ms)
                 told.append(f"in no tier now: {causes}")
             else:
-                causes = self._causes(event, key, later.evictions, later.at_ms, now_ms)
+                causes = self._causes(event, key, evicted, later.evictions, later.at_ms, now_ms)
                 told.append(f"not in memory {_ago(later.at_ms, now_ms)}: {causes}")
         return told
 
-    def _went(self, stored: _Event, key: bytes, until: int, now_ms: int) -> list[str]:
-        """Of which tiers it was evicted between being stored and the eviction of that number."""
-        evicted = self._evicted(key, now_ms, stored.namespace, stored.tenant) if stored.tenant else []
-        return [eviction.told for eviction in evicted if stored.evictions < eviction.number <= until]
-
-    def _causes(self, stored: _Event, key: bytes, until: int, until_ms: int, now_ms: int) -> str:
-        """Why the chunk went, or may have gone, until then (`until`: the eviction of that number)."""
-        causes = self._went(stored, key, until, now_ms)
+    def _causes(
+        self, stored: _Event, key: bytes, evicted: Sequence[_Evicted], until: int, until_ms: int, now_ms: int
+    ) -> str:
+        """Why the chunk went, or may have gone, until then (`until`: the eviction of that number). `evicted`: all that
+        is known of its evictions."""
+        causes = _went(stored, evicted, until)
         is_remembered = self.log is not None and self.log.evictions_told - EXACT_EVICTIONS_KEPT <= stored.evictions
         if not causes and not is_remembered:
             causes = self._who_needed_room(stored, until_ms, now_ms)
@@ -492,6 +497,11 @@ class Explanations:
             )
             for tier, balance in sorted(self._balances.items())
         ]
+
+
+def _went(stored: _Event, evicted: Sequence[_Evicted], until: int) -> list[str]:
+    """The newest evictions between being stored and the eviction of that number."""
+    return [each.told for each in evicted if stored.evictions < each.number <= until][-EVENTS_MAX:]
 
 
 def _ago(at_ms: int, now_ms: int) -> str:

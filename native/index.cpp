@@ -845,6 +845,9 @@ std::vector<Evicted> Index::evictions_of(Bytes key, const std::optional<Scope>& 
     if (scope) {
         const Digest digest = hasher_for(index_key_, scope->name_space, scope->tenant)(key);
         numbers = evictions_.find(limit, [&](const Eviction& eviction) { return eviction.digest == digest; });
+    } else if (key.size() > KEY_START_BYTES) {
+        numbers = evictions_.find(
+            limit, [hash = hash_of_key(key)](const Eviction& eviction) { return eviction.key_hash == hash; });
     } else {
         const Bytes start = key.first(KEY_START_BYTES);
         numbers = evictions_.find(

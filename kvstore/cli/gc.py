@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.filesize import decimal
 from rich.table import Table
 
 from kvstore import admin
-from kvstore.cli.output import Endpoint, Json, model_name, positive, print_json, print_table, reported
+from kvstore.cli.output import Endpoint, Json, by_tier, model_name, positive, print_json, print_table, reported
 from kvstore.config import parse_duration_ms
 from kvstore.errors import ConfigurationError
 
@@ -40,14 +39,11 @@ def gc(
 
 
 def _table(rows: Sequence[dict[str, object]]) -> Table:
-    table = Table("namespace", "model", "unused", "chunks", "size")
+    table = Table("namespace", "model", "unused", "tier", "chunks", "size")
     for row in rows:
-        document, nbytes, unused_s = row["document"], row["bytes"], row["unused_s"]
-        assert isinstance(nbytes, int)
+        unused_s = row["unused_s"]
         assert isinstance(unused_s, float)
-        table.add_row(
-            str(row["namespace_id"]), model_name(document), _age(unused_s), str(row["chunks"]), decimal(nbytes)
-        )
+        table.add_row(str(row["namespace_id"]), model_name(row["document"]), _age(unused_s), *by_tier(row))
     return table
 
 

@@ -16,6 +16,7 @@ from kvstore.cli.output import (
     Salt,
     TenantId,
     Tier,
+    by_tier,
     model_name,
     print_json,
     print_table,
@@ -74,14 +75,14 @@ def _table(noun: Noun, rows: _Rows) -> Table:
             table = Table("namespace", "model", "tier", "chunks", "size", "tenants")
             for row in rows:
                 table.add_row(
-                    str(row["namespace_id"]), model_name(row["document"]), *_by_tier(row),
+                    str(row["namespace_id"]), model_name(row["document"]), *by_tier(row),
                     str(row["tenants"]),
                 )  # fmt: skip
         case Noun.TENANTS:
             table = Table("tenant", "tier", "chunks", "size", "namespaces")
             for row in rows:
                 name = f"{row['tenant_id']}{' (unsalted)' if row['unsalted'] else ''}"
-                table.add_row(name, *_by_tier(row), str(row["namespaces"]))
+                table.add_row(name, *by_tier(row), str(row["namespaces"]))
         case Noun.SESSIONS:
             table = Table("role", "group", "pid", "uid", "rank", "namespace")
             for row in rows:
@@ -95,13 +96,6 @@ def _table(noun: Noun, rows: _Rows) -> Table:
                     _size(row["bytes"]), f"{row['idle_s']:.1f} s", "yes" if row["pinned"] else "",
                 )  # fmt: skip
     return table
-
-
-def _by_tier(row: dict[str, object]) -> tuple[str, str, str]:
-    """Tiers, chunks and sizes, a line for each tier: a chunk may be in both."""
-    by_tier = cast("dict[str, dict[str, int]]", row["by_tier"])
-    chunks = (str(tier["chunks"]) for tier in by_tier.values())
-    return "\n".join(by_tier), "\n".join(chunks), "\n".join(_size(tier["bytes"]) for tier in by_tier.values())
 
 
 def _size(nbytes: object) -> str:

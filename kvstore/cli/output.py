@@ -3,8 +3,8 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
-from typing import Annotated
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
@@ -62,6 +62,13 @@ def print_removed(removed: dict[str, object], *, dry_run: bool = False) -> None:
     for name, tier in by_tier.items():
         table.add_row(name, str(tier["evicted_chunks"]), decimal(tier["evicted_bytes"]), str(tier["skipped_pinned"]))
     print_table(table)
+
+
+def by_tier(row: Mapping[str, object]) -> tuple[str, str, str]:
+    """Tiers, chunks and sizes, a line for each tier: a chunk may be in both."""
+    tiers = cast("dict[str, dict[str, int]]", row["by_tier"])
+    chunks = (str(tier["chunks"]) for tier in tiers.values())
+    return "\n".join(tiers), "\n".join(chunks), "\n".join(decimal(tier["bytes"]) for tier in tiers.values())
 
 
 def model_name(document: object) -> str:

@@ -54,6 +54,8 @@ def unset_quota(
         removed = admin.set_quota(where, _of_one(tenant, tenant_id, tier), None)
     if json:
         print_json(removed)
+    else:
+        print(f"no quota in {tier if tier not in (None, admin.ALL_TIERS) else 'any tier'} from now on")
 
 
 @quota.command("get")

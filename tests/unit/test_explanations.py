@@ -192,9 +192,12 @@ def test_of_a_chunk_stored_so_long_ago_that_it_is_forgotten_the_eviction_is_stil
     known.make_room_for("greedy", NAMESPACE, 1000)
     log.evict(1000)
     miss(known, 2000)
-    evicted, forgotten = missing(known, 3000)
+    begins_so, forgotten = missing(known, 3000)
+    evicted = begins_so.removeprefix("a key that begins so: ")
     assert evicted.startswith("evicted from memory 2.0 s ago, to make room for greedy, namespace")
     assert forgotten == "when it was stored is no longer known"
+    [fate] = known.of_key(KEY[:8], [], nowhere, 3000)
+    assert list(fate.events) == [begins_so, forgotten]
     [fate] = known.of_key(KEY, [(NAMESPACE, TENANT)], nowhere, 3000)
     assert (fate.namespace_id, fate.tenant_id, list(fate.events)) == (NAMESPACE, b"", [evicted, forgotten])
     [fate] = known.of_key(KEY, [(NAMESPACE, TENANT)], lambda *_: "fs", 3000)

@@ -1046,6 +1046,8 @@ def test_each_eviction_says_for_whom_it_made_room_and_what_has_the_slot() -> Non
         alike = index.evictions_of(key_of(1)[:8], limit=100)  # all of these keys begin with zeros
         assert [number for number, *_ in alike] == list(range(18, 0, -1))
         assert index.evictions_of(key_of(1)[:8], limit=3) == alike[:3]
+        assert [number for number, *_ in index.evictions_of(key_of(0), limit=10)] == [2, 1]
+        assert index.evictions_of(key_of(99), limit=10) == []
         with pytest.raises(ValueError, match="8 bytes"):
             index.evictions_of(b"short", limit=1)
 
