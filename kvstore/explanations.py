@@ -141,6 +141,8 @@ class _Log:
 @dataclass(frozen=True, slots=True)
 class _Evicted:
     number: int  # among all evictions
+    at_ms: int
+    from_disk: bool
     namespace: bytes
     told: str
 
@@ -407,7 +409,13 @@ class Explanations:
             return []
         rows = self.log.evictions_of(key, namespace=namespace, tenant=tenant, limit=EVICTIONS_LOOKED_AT_MAX)
         return [
-            _Evicted(number, its_namespace, self._eviction(at_ms, cause, evictor, newcomer, now_ms))
+            _Evicted(
+                number,
+                at_ms,
+                cause == _FROM_DISK,
+                its_namespace,
+                self._eviction(at_ms, cause, evictor, newcomer, now_ms),
+            )
             for number, at_ms, cause, evictor, its_namespace, newcomer in reversed(rows)
         ]
 
@@ -432,7 +440,7 @@ class Explanations:
         for event, later in itertools.zip_longest(newest, newest[1:]):
             told += _told(event, now_ms)
             if later is None and tier:
-                told += _went(event, evicted, self._evictions_told())
+                told += [each.told for each in _went(event, evicted, self._evictions_told())]
                 told.append(f"in the {tier} tier now")
             elif event.reason:
                 continue
@@ -449,7 +457,10 @@ class Explanations:
     ) -> str:
         """Why the chunk went, or may have gone, until then (`until`: the eviction of that number). `evicted`: all that
         is known of its evictions."""
-        causes = _went(stored, evicted, until)
+        went = _went(stored, evicted, until)
+        causes = [each.told for each in went]
+        if {each.from_disk for each in went} == {True, False}:
+            until_ms = min(until_ms, went[-1].at_ms)  # it was nowhere then, so nobody removed it later
         is_remembered = self.log is not None and self.log.evictions_told - EXACT_EVICTIONS_KEPT <= stored.evictions
         if not causes and not is_remembered:
             causes = self._who_needed_room(stored, until_ms, now_ms)
@@ -499,9 +510,9 @@ class Explanations:
         ]
 
 
-def _went(stored: _Event, evicted: Sequence[_Evicted], until: int) -> list[str]:
-    """The newest evictions between being stored and the eviction of that number."""
-    return [each.told for each in evicted if stored.evictions < each.number <= until][-EVENTS_MAX:]
+def _went(stored: _Event, evicted: Sequence[_Evicted], until: int) -> list[_Evicted]:
+    """The newest evictions between being stored and the eviction of that number, oldest first."""
+    return [each for each in evicted if stored.evictions < each.number <= until][-EVENTS_MAX:]
 
 
 def _ago(at_ms: int, now_ms: int) -> str:

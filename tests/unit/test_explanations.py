@@ -157,6 +157,22 @@ def test_of_an_evicted_chunk_it_is_known_who_needed_its_slot_and_for_which_key()
     assert fate.events[1].startswith("in no tier now: evicted from memory 2.5 s ago")
 
 
+def test_what_was_removed_after_a_chunk_had_gone_from_both_tiers_is_not_why() -> None:
+    log = Evictions()
+    known = Explanations(log)
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 1000)
+    known.removed(Scope(), "chunks from fs", 1500)
+    log.evict(2000)
+    known.removed(Scope(), "chunks from cpu", 2500)
+    [fate] = known.of_key(KEY, [], nowhere, 5000)  # it may have been on disk then
+    assert "chunks from cpu" in fate.events[-1]
+    log.evict(3000, FROM_DISK)
+    known.removed(Scope(), "chunks from every tier", 4000)
+    [fate] = known.of_key(KEY, [], nowhere, 5000)
+    assert "chunks from fs" in fate.events[-1]
+    assert "chunks from every tier" not in fate.events[-1]
+
+
 @pytest.mark.parametrize(("cause", "why"), [(1, "another size"), (2, "in the table, which was full"), (3, "quota")])
 def test_what_room_was_needed_for_is_said(cause: int, why: str) -> None:
     log = Evictions()
