@@ -29,7 +29,8 @@ def evict(
     tenant_id: TenantId = None,
     older_than: Annotated[str | None, typer.Option(help="Not used for that long: 90s, 15m, 1h, 2d.")] = None,
     nbytes: Annotated[
-        str | None, typer.Option("--bytes", help="So many bytes of them, the least recently used first: 10GiB.")
+        str | None,
+        typer.Option("--bytes", help="So many bytes of them in each tier, the least recently used first: 10GiB."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     endpoint: Endpoint = None,
