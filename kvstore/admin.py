@@ -215,7 +215,10 @@ def collect(endpoint: str, unused_ms: int, *, dry_run: bool = False) -> list[dic
                 "unused_s": row.unused_s,
                 "chunks": sum(tier.chunks for tier in row.by_tier),
                 "bytes": sum(tier.bytes for tier in row.by_tier),
-                "by_tier": {tier.tier: {"chunks": tier.chunks, "bytes": tier.bytes} for tier in row.by_tier},
+                "by_tier": {
+                    tier.tier: {"chunks": tier.chunks, "bytes": tier.bytes}
+                    for tier in sorted(row.by_tier, key=lambda tier: tier.tier)
+                },
             }
             for row in stub.Collect(request, metadata=metadata)
         ]
@@ -410,4 +413,4 @@ def _sums(usage: Iterable[admin_pb2.TenantUsage]) -> dict[str, object]:
     chunks, nbytes = (sum(tier[name] for tier in by_tier.values()) for name in ("chunks", "bytes"))
     if len(by_tier) > 1:  # the tiers were asked one after the other
         chunks -= min(in_both, *(tier["chunks"] for tier in by_tier.values()))
-    return {"chunks": chunks, "bytes": nbytes, "by_tier": by_tier}
+    return {"chunks": chunks, "bytes": nbytes, "by_tier": dict(sorted(by_tier.items()))}

@@ -1,5 +1,6 @@
 """`kvstore check`: asks the daemon whether every invariant holds, and whether what is on disk is what was written."""
 
+import sys
 from typing import Annotated
 
 import typer
@@ -30,7 +31,7 @@ def check(
         limit = positive("--bytes-per-s", bytes_per_s, parse_bytes)
         problems = admin.check(where)
         if data:
-            with Progress(console=Console(stderr=True), transient=True, disable=json) as bar:
+            with Progress(console=Console(stderr=True), transient=True, disable=json or not sys.stderr.isatty()) as bar:
                 task = bar.add_task("chunks on disk", total=None)
                 problems += admin.check_data(
                     where,
