@@ -59,78 +59,38 @@ std::size_t Leaves::leaf_count() const {
     return count;
 }
 
-std::optional<Leaf> Leaves::oldest(unsigned set) const {
-    if (sets_[set].empty()) return std::nullopt;
-    return *sets_[set].begin();
+std::optional<Leaf> Leaves::after(const Place& place) const {
+    const auto next = std::next(place.at);
+    if (next == sets_[place.set].end()) return std::nullopt;
+    return *next;
 }
 
-std::optional<Leaf> Leaves::newest(unsigned set) const {
-    if (sets_[set].empty()) return std::nullopt;
-    return *std::prev(sets_[set].end());
+std::optional<Leaf> Leaves::before(const Place& place) const {
+    if (place.at == sets_[place.set].begin()) return std::nullopt;
+    return *std::prev(place.at);
 }
 
-std::optional<Leaf> Leaves::newest_until(unsigned set, std::uint64_t tick) const {
-    for (auto at = sets_[set].end(); at != sets_[set].begin();) {
-        --at;
-        if (at->tick <= tick) return *at;  // at most one leaf for each younger tick was passed
+std::optional<Leaf> Leaves::youngest(unsigned use_class, std::uint64_t tick) const {
+    const auto& set = sets_[use_class];
+    const auto beyond = set.upper_bound(Leaf{tick, UINT32_MAX});
+    if (beyond == set.begin()) return std::nullopt;
+    return *std::prev(beyond);
+}
+
+std::optional<unsigned> Leaves::class_of_oldest() const {
+    std::optional<unsigned> found;
+    for (unsigned c = 0; c < USE_CLASSES; ++c) {
+        if (sets_[c].empty()) continue;
+        if (!found || *sets_[c].begin() < *sets_[*found].begin()) found = c;
     }
-    return std::nullopt;
+    return found;
 }
 
 std::optional<std::uint64_t> Leaves::oldest_tick() const {
-    if (!sets_[ORPHANS].empty()) return 0;
-    std::optional<std::uint64_t> found;
-    for (unsigned c = 0; c < USE_CLASSES; ++c) {
-        if (!sets_[c].empty() && (!found || sets_[c].begin()->tick < *found)) found = sets_[c].begin()->tick;
-    }
-    return found;
-}
-
-// ---- LeavesInThought ----
-
-LeavesInThought::LeavesInThought(const Leaves& leaves, std::uint64_t until)
-    : leaves_(leaves), until_(until), resident_count_(leaves.residents()) {
-    for (unsigned set = 0; set < Leaves::SETS; ++set) {
-        const std::set<Leaf>& all = leaves.of(set);
-        ends_[set] = {all.begin(), all.end(), all.upper_bound(Leaf{until, UINT32_MAX})};
-    }
-    for (unsigned c = 0; c < USE_CLASSES; ++c) residents_[c] = leaves.residents(c);
-}
-
-void LeavesInThought::take(const Leaf& leaf, unsigned set, unsigned use_class) {
-    --residents_[use_class];
-    ++residents_[0];
-    if (added_[set].erase(leaf) > 0) return;
-    taken_.insert(leaf.record);
-    const std::set<Leaf>& all = leaves_.of(set);
-    Ends& ends = ends_[set];
-    while (ends.begin != all.end() && taken_.contains(ends.begin->record)) ++ends.begin;
-    for (auto* end : {&ends.end, &ends.end_until}) {
-        while (*end != all.begin() && taken_.contains(std::prev(*end)->record)) --*end;
-    }
-}
-
-std::optional<Leaf> LeavesInThought::oldest(unsigned set) const {
-    std::optional<Leaf> found;
-    if (ends_[set].begin != leaves_.of(set).end()) found = *ends_[set].begin;
-    if (!added_[set].empty() && (!found || *added_[set].begin() < *found)) found = *added_[set].begin();
-    return found;
-}
-
-std::optional<Leaf> LeavesInThought::newest(unsigned set) const {
-    std::optional<Leaf> found;
-    if (ends_[set].end != leaves_.of(set).begin()) found = *std::prev(ends_[set].end);
-    if (!added_[set].empty() && (!found || *found < *added_[set].rbegin())) found = *added_[set].rbegin();
-    return found;
-}
-
-std::optional<Leaf> LeavesInThought::newest_until(unsigned set, std::uint64_t tick) const {
-    assert(tick == until_);
-    std::optional<Leaf> found;
-    if (ends_[set].end_until != leaves_.of(set).begin()) found = *std::prev(ends_[set].end_until);
-    const auto beyond = added_[set].upper_bound(Leaf{tick, UINT32_MAX});
-    if (beyond != added_[set].begin() && (!found || *found < *std::prev(beyond))) found = *std::prev(beyond);
-    return found;
+    if (!orphans().empty()) return 0;
+    const auto its_class = class_of_oldest();
+    if (!its_class) return std::nullopt;
+    return sets_[*its_class].begin()->tick;
 }
 
 // ---- Policy: how chunks were used ----
@@ -233,30 +193,19 @@ void Policy::learn_if_due(std::uint64_t now) {
 // ---- Policy: who goes ----
 
 std::optional<Victim> Policy::victim(const Leaves& leaves, std::uint64_t now) const {
-    return choose(leaves, now);
-}
-
-std::optional<Victim> Policy::victim(const LeavesInThought& leaves, std::uint64_t now) const {
-    return choose(leaves, now);
-}
-
-std::uint64_t Policy::untouched_until(std::uint64_t resident_count, std::uint64_t now) const {
-    const auto untouched_for = std::clamp<std::uint64_t>(resident_count / UNTOUCHED_SHARE, 1, UNTOUCHED_TICKS_MAX);
-    return now - std::min(now, untouched_for);
-}
-
-template <class View>
-std::optional<Victim> Policy::choose(const View& leaves, std::uint64_t now) const {
-    if (const auto orphan = leaves.oldest(Leaves::ORPHANS)) return Victim{false, 0, orphan->tick, orphan->record};
+    if (!leaves.orphans().empty()) {
+        const Leaf& oldest = *leaves.orphans().begin();
+        return Victim{false, 0, oldest.tick, oldest.record};
+    }
     switch (rule_) {
         case Rule::LRU:
             return least_rank(leaves, now);
         case Rule::PROBATION: {
             const bool crowded = leaves.residents(0) * PROBATION_SHARE > leaves.residents();
             for (const unsigned c : {crowded ? 0U : 1U, crowded ? 1U : 0U}) {
-                if (const auto oldest = leaves.oldest(c)) {
-                    return Victim{true, static_cast<double>(c), oldest->tick, oldest->record};
-                }
+                if (leaves.of_class(c).empty()) continue;
+                const Leaf& oldest = *leaves.of_class(c).begin();
+                return Victim{true, static_cast<double>(c), oldest.tick, oldest.record};
             }
             return std::nullopt;
         }
@@ -266,33 +215,35 @@ std::optional<Victim> Policy::choose(const View& leaves, std::uint64_t now) cons
     return std::nullopt;
 }
 
+std::optional<std::uint64_t> Policy::young_end(const Leaves& leaves, std::uint64_t now) const {
+    if (rule_ != Rule::ADAPTIVE) return std::nullopt;
+    const auto untouched_for = std::clamp<std::uint64_t>(leaves.residents() / UNTOUCHED_SHARE, 1, UNTOUCHED_TICKS_MAX);
+    return now - std::min(now, untouched_for);
+}
+
 // Of each use class the least and the most recently used leaf, and the most recently used one of those not used just
 // now. What was learned is not exact. So one of the class in which LRU would evict goes, unless another class is worth
 // clearly less; and what was used just now goes only if it is worth clearly less than all others.
-template <class View>
-std::optional<Victim> Policy::least_rank(const View& leaves, std::uint64_t now) const {
-    std::array<std::optional<Leaf>, USE_CLASSES> oldest;
-    unsigned longest_unused = USE_CLASSES;
-    for (unsigned c = 0; c < USE_CLASSES; ++c) {
-        oldest[c] = leaves.oldest(c);
-        if (oldest[c] && (longest_unused == USE_CLASSES || *oldest[c] < *oldest[longest_unused])) longest_unused = c;
-    }
-    const std::uint64_t just_now = rule_ == Rule::ADAPTIVE ? untouched_until(leaves.residents(), now) : now;
+std::optional<Victim> Policy::least_rank(const Leaves& leaves, std::uint64_t now) const {
+    const auto longest_unused = leaves.class_of_oldest();
+    if (!longest_unused) return std::nullopt;
+    const std::uint64_t just_now = young_end(leaves, now).value_or(now);
     std::optional<Victim> least;
     const auto consider = [&](const Leaf& leaf, unsigned use_class) {
         Victim candidate{true, rank(leaf, use_class, now), leaf.tick, leaf.record};
         if (leaf.tick > just_now) candidate.rank *= JUST_TOUCHED_WEIGHT;
-        if (use_class == longest_unused) candidate.rank *= LONGEST_UNUSED_WEIGHT;
+        if (use_class == *longest_unused) candidate.rank *= LONGEST_UNUSED_WEIGHT;
         if (!least || candidate < *least) least = candidate;
     };
     for (unsigned c = 0; c < USE_CLASSES; ++c) {
-        if (!oldest[c]) continue;
-        consider(*oldest[c], c);
+        const std::set<Leaf>& set = leaves.of_class(c);
+        if (set.empty()) continue;
+        consider(*set.begin(), c);
         if (rule_ == Rule::LRU) continue;
-        const auto newest = leaves.newest(c);
+        auto newest = std::prev(set.end());
         consider(*newest, c);
-        if (newest->tick <= just_now) continue;
-        if (const auto untouched = leaves.newest_until(c, just_now)) consider(*untouched, c);
+        while (newest->tick > just_now && newest != set.begin()) --newest;  // at most one leaf for each of those ticks
+        consider(*newest, c);
     }
     return least;
 }

@@ -22,7 +22,6 @@
 #include <string>
 #include <tuple>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "comeback.h"
@@ -57,54 +56,29 @@ class Leaves {
     void arrive(unsigned use_class) { ++residents_[use_class]; }
     void leave(unsigned use_class) { --residents_[use_class]; }
 
-    // What a rule looks at, by set: a use class, or ORPHANS.
-    std::optional<Leaf> oldest(unsigned set) const;
-    std::optional<Leaf> newest(unsigned set) const;
-    // The newest that was not used after this tick, which is few ticks ago: looks at each younger one.
-    std::optional<Leaf> newest_until(unsigned set, std::uint64_t tick) const;
+    const std::set<Leaf>& of_class(unsigned use_class) const { return sets_[use_class]; }
+    const std::set<Leaf>& orphans() const { return sets_[ORPHANS]; }
     std::uint64_t residents(unsigned use_class) const { return residents_[use_class]; }
     std::uint64_t residents() const;
-    const std::set<Leaf>& of(unsigned set) const { return sets_[set]; }
     std::size_t leaf_count() const;
+    void for_each_set(const auto& visit) const {
+        for (const auto& set : sets_) visit(set);
+    }
+    // The next younger and the next older leaf of the same set.
+    std::optional<Leaf> after(const Place& place) const;
+    std::optional<Leaf> before(const Place& place) const;
+    // Of the leaf that was used least recently, orphans aside; none: there is no other leaf.
+    std::optional<unsigned> class_of_oldest() const;
+    // The youngest leaf of a use class that was not used after this tick.
+    std::optional<Leaf> youngest(unsigned use_class, std::uint64_t tick) const;
     // Of the leaf that was used least recently; 0: there is an orphan; none: there is no leaf.
     std::optional<std::uint64_t> oldest_tick() const;
 
+  private:
     static constexpr unsigned ORPHANS = USE_CLASSES;
-    static constexpr unsigned SETS = USE_CLASSES + 1;
-
-  private:
     static constexpr std::uint8_t NOWHERE = UINT8_MAX;
-    std::array<std::set<Leaf>, SETS> sets_;
+    std::array<std::set<Leaf>, USE_CLASSES + 1> sets_;
     std::array<std::uint64_t, USE_CLASSES> residents_{};
-};
-
-// The same leaves while they are evicted in thought: less those that were taken, with the parents that become leaves
-// for it, and one resident used once in the place of each that went. The leaves must not change meanwhile.
-class LeavesInThought {
-  public:
-    // `until`: the only tick that `newest_until` will be asked about.
-    LeavesInThought(const Leaves& leaves, std::uint64_t until);
-    void take(const Leaf& leaf, unsigned set, unsigned use_class);
-    void add(const Leaf& leaf, unsigned set) { added_[set].insert(leaf); }
-
-    std::optional<Leaf> oldest(unsigned set) const;
-    std::optional<Leaf> newest(unsigned set) const;
-    std::optional<Leaf> newest_until(unsigned set, std::uint64_t tick) const;
-    std::uint64_t residents(unsigned use_class) const { return residents_[use_class]; }
-    std::uint64_t residents() const { return resident_count_; }
-
-  private:
-    // Of the leaves that are left: the oldest, and those after the newest and after the newest until that tick.
-    struct Ends {
-        std::set<Leaf>::const_iterator begin, end, end_until;
-    };
-    const Leaves& leaves_;
-    std::uint64_t until_;
-    std::unordered_set<std::uint32_t> taken_;
-    std::array<Ends, Leaves::SETS> ends_;
-    std::array<std::set<Leaf>, Leaves::SETS> added_;
-    std::array<std::uint64_t, USE_CLASSES> residents_;
-    std::uint64_t resident_count_;
 };
 
 // The least one goes first.
@@ -138,10 +112,10 @@ class Policy {
     void removed(const Digest& digest, std::uint64_t now);
 
     std::optional<Victim> victim(const Leaves& leaves, std::uint64_t now) const;
-    std::optional<Victim> victim(const LeavesInThought& leaves, std::uint64_t now) const;
-    // What was used after this tick was used just now.
-    std::uint64_t untouched_until(std::uint64_t resident_count, std::uint64_t now) const;
-    // Where it comes in the order of victims of several size classes, or of no particular one, whatever else is there.
+    // `victim` takes a use class from its youngest end, too, but those used after this tick only where they are worth
+    // clearly less; none: it does not.
+    std::optional<std::uint64_t> young_end(const Leaves& leaves, std::uint64_t now) const;
+    // Where it comes in the order of `victim`, of whatever size class, whatever else is there.
     Victim weigh(const Leaf& leaf, std::uint32_t uses, bool orphan, std::uint64_t now) const;
 
     std::uint64_t ghost_count() const { return ghosts_.size(); }
@@ -149,11 +123,7 @@ class Policy {
 
   private:
     double rank(const Leaf& leaf, unsigned use_class, std::uint64_t now) const;
-    // `View`: Leaves or LeavesInThought, one rule for both.
-    template <class View>
-    std::optional<Victim> choose(const View& leaves, std::uint64_t now) const;
-    template <class View>
-    std::optional<Victim> least_rank(const View& leaves, std::uint64_t now) const;
+    std::optional<Victim> least_rank(const Leaves& leaves, std::uint64_t now) const;
     std::uint64_t ghosts_max() const;
     void leave_ghost(const Digest& digest, const Uses& uses, std::uint64_t now);
     void forget_surplus(std::uint64_t now);

@@ -1,5 +1,7 @@
 // Index: what a lower tier has yet to be given. Questions only; nothing here changes anything.
+#include <set>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "index.h"
 
@@ -10,28 +12,44 @@ Unwritten Index::unwritten_at(std::uint32_t number) const {
     return {scopes_[record.scope].scope, Bytes(record.key.data(), record.key_bytes), record.at};
 }
 
-// Evicts in thought, at this tick, by the policy's own rule; a parent becomes a leaf once all of its resident children
-// have gone.
+// Evicts in thought, at this tick: of each class the leaves at both ends that the policy would take, the least first
+// (but for what was touched just now, and for the margin between classes); a parent goes once all of its resident
+// children have gone.
 std::vector<Unwritten> Index::next_to_go(std::uint64_t nbytes, std::size_t steps, std::size_t limit) const {
     std::vector<Unwritten> found;
+    const auto weigh = [this](std::uint32_t number) {
+        const Record& record = records_[number];
+        return policy_.weigh({record.tick, number}, record.uses.count, record.orphan, tick_);
+    };
     for (const auto& [class_bytes, leaves] : leaves_) {
-        LeavesInThought left(leaves, policy_.untouched_until(leaves.residents(), tick_));
+        std::set<Victim> next;                                  // of each set the leaves at its ends
+        std::unordered_set<std::uint32_t> passed;               // no longer there, in thought
         std::unordered_map<std::uint32_t, std::uint32_t> gone;  // children, by parent
-        const auto set_of = [this](const Record& record) {
-            return record.orphan ? Leaves::ORPHANS : use_class(record);
-        };
+        leaves.for_each_set([&](const std::set<Leaf>& set) {
+            if (!set.empty()) next.insert(weigh(set.begin()->record));
+        });
+        const auto young_end = policy_.young_end(leaves, tick_);
+        for (unsigned c = 0; young_end && c < USE_CLASSES; ++c) {
+            if (const auto leaf = leaves.youngest(c, *young_end)) next.insert(weigh(leaf->record));
+        }
+        const auto stays = [&](const std::optional<Leaf>& leaf) { return leaf && !passed.contains(leaf->record); };
         for (std::uint64_t freed = 0; freed < nbytes && steps > 0 && found.size() < limit; freed += class_bytes) {
-            const auto victim = policy_.victim(left, tick_);
-            if (!victim) break;
+            if (next.empty()) break;
+            const std::uint32_t number = next.extract(next.begin()).value().record;
+            passed.insert(number);
             --steps;
-            const Record& record = records_[victim->record];
-            left.take({record.tick, victim->record}, set_of(record), use_class(record));
-            if (is_unwritten(record)) found.push_back(unwritten_at(victim->record));
+            const Record& record = records_[number];
+            if (is_unwritten(record)) found.push_back(unwritten_at(number));
+            if (record.place.listed()) {
+                const auto older = leaves.before(record.place);
+                const auto younger = leaves.after(record.place);
+                if (!stays(older) && stays(younger)) next.insert(weigh(younger->record));
+                const bool is_youngest = !stays(younger) || (young_end && younger->tick > *young_end);
+                if (is_youngest && stays(older)) next.insert(weigh(older->record));
+            }
             if (record.parent == NO_RECORD) continue;
             const Record& parent = records_[record.parent];
-            if (++gone[record.parent] == parent.children && !is_held(parent)) {
-                left.add({parent.tick, record.parent}, set_of(parent));
-            }
+            if (++gone[record.parent] == parent.children && !is_held(parent)) next.insert(weigh(record.parent));
         }
     }
     return found;

@@ -126,28 +126,6 @@ def test_next_to_go_foresees_what_adaptive_takes_from_the_youngest_end(requests:
             assert not store.index.begin_io(slot, generation), f"{key!r} was not the next one"
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "probation", "lru"])
-@pytest.mark.parametrize("seed", range(3))
-def test_next_to_go_are_those_that_eviction_takes_also_beside_a_scan(seed: int, policy: str) -> None:
-    generator, fresh = random.Random(seed), itertools.count(1_000)
-    with native_store(60 * CHUNK, eviction_policy=policy, entries=120) as store:
-        for number in range(6_000):
-            hot = generator.randrange(15)
-            chain = [key_of(3 * hot + i) for i in range(3)] if number % 3 == 0 else [key_of(next(fresh))]
-            request(store, chain)
-            if number % 400 != 399:
-                continue
-            expected = store.index.next_to_go(6 * CHUNK, steps=100, limit=100)
-            assert len(expected) == 6
-            went: list[bytes] = []
-            for _ in expected:
-                before = resident(store)
-                store.index.grant(2, CHUNK, 1)
-                went += before - resident(store)
-            assert went == [key for _, _, key, _, _ in expected], f"after request {number}"
-            store.index.end_group(2)
-
-
 def test_a_scan_drives_out_what_was_used_twice_only_under_lru() -> None:
     generator = random.Random(1)
     fresh = itertools.count(1_000)
