@@ -176,7 +176,8 @@ def test_a_key_that_had_to_make_room_says_for_whom() -> None:
             client.put(None, {key(name): payload(name)})
         assert daemon.tier()["evictions"] > 0
         [fate] = explain(daemon, key(0).hex())["keys"]
-        assert "evicted to make room for client-1" in fate["events"][1]
+        assert "evicted from memory" in fate["events"][1]
+        assert "to make room for client-1, namespace" in fate["events"][1]
 
 
 def test_what_made_room_for_reads_from_disk_is_told_too(tmp_path: Path) -> None:
@@ -188,16 +189,12 @@ def test_what_made_room_for_reads_from_disk_is_told_too(tmp_path: Path) -> None:
         put = daemon.tier()["evictions"]
         for name in range(100):
             assert client.get(None, [key(name)]) == [payload(name)]
-        evicted = daemon.tier()["evictions"]
-        assert evicted > put
+        assert daemon.tier()["evictions"] > put
         CliRunner().invoke(app, ["clear", "--yes", "--endpoint", daemon.endpoint])
         [fate] = explain(daemon, key(0).hex())["keys"]
-        told = re.findall(
-            r"(\d+) chunks were evicted to make room for (what client-1 had read|client-1)", fate["events"][1]
-        )
-        assert [(int(chunks), who) for chunks, who in told] == [
-            (put, "client-1"), (evicted - put, "what client-1 had read"),
-        ]  # fmt: skip
+        told = re.findall(r"make room for (what client-1 had read from disk|client-1), namespace", fate["events"][1])
+        assert told == ["client-1", "what client-1 had read from disk"]
+        assert "an operator removed chunks from every tier" in fate["events"][1]  # on disk it still was
 
 
 def test_what_is_not_known_is_an_error_that_says_why(daemon: Daemon) -> None:
@@ -298,16 +295,19 @@ def test_of_an_evicted_chunk_it_says_who_needed_its_slot_and_of_each_tier_when(t
         eventually(lambda: daemon.tier("fs")["chunks"] == 17, "all are on disk")
         in_both = kvstore(daemon, "ls", "tenants")["tenants"][0]
         counts = {tier: each["chunks"] for tier, each in in_both["by_tier"].items()}
-        assert (in_both["chunks"], counts) == (17, {"cpu": 16, "fs": 17})
+        assert (in_both["chunks"], counts["fs"]) == (17, 17)
+        assert 10 < counts["cpu"] < 17
         [fate] = explain(daemon, key(1).hex())["keys"]
         stored, evicted, now = fate["events"]
         assert re.fullmatch(r"stored \S+ s ago by client-1", stored)
         [row] = [row for row in kvstore(daemon, "ls", "namespaces")["namespaces"] if row["document"]["model"] == "n"]
-        assert re.fullmatch(
+        newcomer = re.fullmatch(
             rf"evicted from memory \S+ s ago, to make room for client-2, namespace {row['namespace_id']}; "
-            rf"the key {key(115).hex()} has its slot",
+            r"the key (\S+) has its slot",
             evicted,
         )
+        assert newcomer is not None
+        assert newcomer[1] in {key(number).hex() for number in range(112, 116)}
         assert now == "in the fs tier now"
         numbers = itertools.count(200)
 

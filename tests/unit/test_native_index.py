@@ -1058,8 +1058,8 @@ def test_an_eviction_says_what_was_needed_slots_of_another_size_an_entry_or_a_qu
             store.put(number)
         store.index.grant(2, 4 * CHUNK, 1)
         assert {cause for number in range(16) for _, _, cause, *_ in evictions_of(store, number)} == {1}
-    with native_store(entries=8) as store:
-        for number in range(14):
+    with native_store(100 * CHUNK, entries=8) as store:
+        for number in range(store.index.stats()["chunks_max"] + 1):
             store.put(number)
         assert [cause for _, _, cause, *_ in evictions_of(store, 0)] == [2]
     with native_store() as store:
