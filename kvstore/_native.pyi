@@ -487,8 +487,8 @@ class Index:
     def evictions_of(
         self, key: bytes, *, namespace: bytes | None = None, tenant: bytes | None = None, limit: int
     ) -> list[tuple[int, int, int, int, bytes, tuple[bytes, bytes] | None]]:
-        """What is remembered of the last EVICTIONS_KEPT, newest first, in up to 0.2 ms: (number, when, cause, evictor,
-        namespace, (namespace, key) of the chunk that has taken the slot or None).
+        """What is remembered of the last EVICTIONS_KEPT, newest first: (number, when, cause, evictor, namespace,
+        (namespace, key) of the chunk that has taken the slot or None). It looks at all: less than a millisecond.
 
         Of this key in that namespace and tenant, or in any; of 8 bytes: of all keys that begin so. Causes: 0 a
         slot was needed, 1 slots of another size, 2 an entry of the table, 3 room within the tenant's quota, 4 it went

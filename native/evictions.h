@@ -1,7 +1,7 @@
 // What became of chunks that were evicted, from the cpu tier or the one below: the last ones, for a person who asks.
 //
 // One thread, no clock. The index tells, and nothing in it depends on what is remembered here. Telling takes constant
-// time, asking looks at all of them (some 0.1 ms); memory is 80 bytes each.
+// time, asking looks at all of them (less than a millisecond); memory is 80 bytes each.
 #pragma once
 
 #include <algorithm>
