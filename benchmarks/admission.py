@@ -190,7 +190,12 @@ def _pairs(start: int) -> list[dict[bool, _Cost]]:
         for number in range(WARM_UP_PAIRS):  # enough prompts that it knows that none comes back
             pair(number, pause_s=0.0)
         stored = daemon.tier()["chunks"]
-        measured = [pair(WARM_UP_PAIRS + number) for number in range(PAIRS)]
+        measured = []
+        for number in range(PAIRS):
+            measured.append(costs := pair(WARM_UP_PAIRS + number))
+            ratio, calls = costs[False].wall / costs[True].wall, costs[True].calls / costs[True].worker
+            where = f"engines {start + 1} of {STARTS}, pair {number + 1} of {PAIRS}"
+            print(f"admission: {where}: {ratio:.3f} of the throughput, calls {calls:.2%}", file=sys.stderr, flush=True)
         stored, offered = daemon.tier()["chunks"] - stored, 2 * PAIRS * PROMPTS * CHUNKS_PER_PROMPT
         assert stored <= offered // 100, f"{stored} of {offered} chunks that never come back stored"
         return measured
