@@ -484,3 +484,14 @@ def test_with_json_no_daemon_is_a_document_and_4() -> None:
     command = [sys.executable, "-m", "kvstore.cli", "stats", "--json", "--endpoint", "unix:///nowhere/kvstore.sock"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, json.loads(done.stdout)["error"]["kind"]) == (4, "Unavailable")
+
+
+def test_stats_say_that_a_tier_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "1000 of 2000 bytes are taken, and there was no room for more 3 s ago (No space left on device)"
+    tiers = [admin_pb2.TierStats(name="cpu"), admin_pb2.TierStats(name="fs", not_growing=told)]
+    monkeypatch.setattr("kvstore.admin.stats", lambda _: admin_pb2.StatsReply(tiers=tiers))
+    lines = CliRunner().invoke(app, ["stats"]).stdout.splitlines()
+    assert f"fs: does not grow: {told}" in lines
+    assert "fs: well; 0 stores dropped so far, 0 slots not used (quarantined)" in lines
+    document = json.loads(CliRunner().invoke(app, ["stats", "--json"]).stdout)
+    assert [tier["not_growing"] for tier in document["tiers"]] == ["", told]

@@ -1411,6 +1411,7 @@ def test_a_filesystem_smaller_than_the_cap_evicts_and_goes_on(tmp_path: Path) ->
                 for number in range(200):
                     assert await bench.write(chunk_id(number)) is WriteOutcome.STORED
                 assert await found(bench, range(195, 200)) == list(range(195, 200))
+                assert os.strerror(errno.ENOSPC) in str(bench.tier.stats().not_growing)
                 with (mount / "other").open("wb") as other, contextlib.suppress(OSError):
                     while True:
                         other.write(bytes(1 << 16))
