@@ -188,8 +188,8 @@ class Index {
     // The tier below has evicted one by itself.
     void evicted_below(const Id& name_space, const Id& tenant, Bytes key, std::uint64_t now_ms);
     std::uint64_t evictions_told() const { return evictions_.count(); }
-    // Of the key in that scope or in any, or of all keys whose first 8 bytes these are; newest first. The keys stay valid
-    // until the index changes.
+    // Of the key in that scope or in any, or of all keys whose first 8 bytes these are; newest first. The keys stay
+    // valid until the index changes.
     std::vector<Evicted> evictions_of(Bytes key, const std::optional<Scope>& scope, std::size_t limit);
 
     // What the tenant's chunks may take here; nothing: no limit (quota.cpp). Chunks there are stay: the caller removes
