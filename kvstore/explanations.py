@@ -37,10 +37,10 @@ PLACES_PER_SLICE = 64
 LOAD, STORE, DISK, COMMIT = "load", "store", "disk", "commit"
 _FROM_DISK = 4
 _NEEDED = (  # by the native index's number of the cause
-    "to make room",
-    "to make room for chunks of another size",
-    "to make room in the table, which was full,",
-    "because its tenant's quota had no room",
+    "",
+    " (slots of another size)",
+    " (in the table, which was full)",
+    " (within its tenant's quota)",
 )
 _STORED_LONG_AGO = "when it was stored is no longer known"
 _BEGINS_SO = "a key that begins so: "
@@ -429,7 +429,7 @@ class Explanations:
             who += f", namespace {namespace.hex()}"
         if newcomer is not None:
             who += f"; the key {newcomer[1].hex()} has its slot"
-        return f"evicted from memory {_ago(at_ms, now_ms)}, {_NEEDED[cause]} for {who}"
+        return f"evicted from memory {_ago(at_ms, now_ms)}, to make room for {who}{_NEEDED[cause]}"
 
     def _history(self, history: list[_Event], key: bytes, tier: str, now_ms: int) -> list[str]:
         """Of one chunk, which is in that tier now ("": in none)."""
