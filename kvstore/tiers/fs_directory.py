@@ -133,7 +133,7 @@ class FsDirectory:
         self._lock_fd = lock_fd
         self._step = step
         self.stuck_slabs: set[int] = set()  # whose files could not be removed; their numbers are not used again
-        self._unforgotten: list[tuple[int, SlabHeader]] = []
+        self._unforgotten: dict[int, SlabHeader] = {}  # by descriptor: what is not on disk yet
 
     @classmethod
     def open(
@@ -219,8 +219,9 @@ class FsDirectory:
         except BaseException:
             os.close(fd)
             raise
-        _close_all(self._fd, self._lock_fd)
-        self._fd, self._lock_fd = fd, lock_fd
+        os.dup2(fd, self._fd, inheritable=False)  # the number stays: the index is reached by it
+        _close_all(fd, self._lock_fd)
+        self._lock_fd = lock_fd
         with contextlib.suppress(FileExistsError):
             os.mkdir(fs_paths.NAMESPACES, 0o700, dir_fd=self._fd)
         for name in self._names():
@@ -433,8 +434,8 @@ class FsDirectory:
 
     def slabs(self) -> Iterator[SlabFile]:
         """Opens each one that is whole and ours; the others are removed, and the log says why. Lowest number first."""
-        while self._unforgotten:  # by a start that failed: what is there counts again
-            os.close(self._unforgotten.pop()[0])
+        _close_all(*self._unforgotten)  # of a start that failed: what is there counts again
+        self._unforgotten.clear()
         for name in sorted(self._names()):
             number = fs_paths.slab_number(name)
             if number is None:
@@ -507,12 +508,10 @@ class FsDirectory:
 
     def forget_slab(self, fd: int, header: SlabHeader) -> None:
         """Gives the slab another epoch, durably: no slot in it counts any more."""
-        try:
-            self.write_block(fd, 0, header.encode())
-            os.fdatasync(fd)
-        except OSError:
-            self._unforgotten.append((fd, header))
-            raise
+        self._unforgotten[fd] = header
+        self.write_block(fd, 0, header.encode())
+        os.fdatasync(fd)
+        del self._unforgotten[fd]
 
     def remove_slab(self, fd: int, header: SlabHeader) -> None:
         """`header` has an epoch of its own, so that a slab which comes back after a power cut holds nothing."""
@@ -525,8 +524,8 @@ class FsDirectory:
 
     def settle(self) -> None:
         """Tries again to forget the slabs that could not be: until then no removal lasts. OSError."""
-        while self._unforgotten:
-            self.forget_slab(*self._unforgotten.pop())
+        for fd, header in list(self._unforgotten.items()):
+            self.forget_slab(fd, header)
 
     def zero_slots(self, fd: int, slots: Iterable[int], slot_bytes: int) -> None:
         """Overwrites the slots' header blocks, durably."""

@@ -195,6 +195,8 @@ class Recovery:
         in flight. What cannot be read is added to `unreadable`."""
         places = list(_unheld(catalog))
         pool = IoPool(SCAN_THREADS, 1)
+        news = select.poll()  # `select.select` takes no descriptor beyond 1023, and each slab is one
+        news.register(pool.event_fd, select.POLLIN)
         try:
             submitted = done = 0
             while done < len(places):
@@ -206,7 +208,7 @@ class Recovery:
                     offsets = [slot_offset(place.slot, slab.slot_bytes) for place in batch if place.slab is slab]
                     pool.read_heads(submitted, slab.fd, offsets)
                     submitted += len(offsets)
-                select.select([pool.event_fd], [], [], 1.0)
+                news.poll(1_000)
                 for read in pool.poll():
                     done += 1
                     place = places[read.request]
