@@ -108,6 +108,19 @@ def probe_direct_io(directory_fd: int) -> bool:
     return moved == (2 * BLOCK_BYTES, 2 * BLOCK_BYTES) and read == written
 
 
+def probe_unit(directory_fd: int) -> int:
+    """What a file there takes at the least: a block or, where the filesystem has larger ones, one of those."""
+    name = fs_paths.temporary(fs_paths.slab(fs_paths.SLAB_NUMBER_MAX))
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+    try:
+        os.posix_fallocate(fd, 0, BLOCK_BYTES)
+        taken = os.fstat(fd).st_blocks * _BLOCK_UNIT
+    finally:
+        os.close(fd)
+        os.unlink(name, dir_fd=directory_fd)
+    return max(1, -(-taken // BLOCK_BYTES)) * BLOCK_BYTES
+
+
 def _aligned(block: bytes) -> memoryview:
     """A copy where O_DIRECT can take it from."""
     view = memoryview(mmap.mmap(-1, len(block)))
@@ -124,9 +137,10 @@ class SlabFile:
 class FsDirectory:
     """An owned directory. Made by `open`."""
 
-    def __init__(self, path: Path, fd: int, lock_fd: int, *, direct: bool, step: Step) -> None:
+    def __init__(self, path: Path, fd: int, lock_fd: int, *, direct: bool, unit_bytes: int, step: Step) -> None:
         self.path = path
         self.direct = direct
+        self.unit_bytes = unit_bytes  # in which the filesystem gives space to files
         self.tenant_key = b""
         self.directory_id = b""  # names the data: slab files of another id, so of another tenant key, are not ours
         self._fd = fd
@@ -151,7 +165,7 @@ class FsDirectory:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             lock_fd = _lock(fd, path)
             direct = probe(fd)
-            directory = cls(path, fd, lock_fd, direct=direct, step=step)
+            directory = cls(path, fd, lock_fd, direct=direct, unit_bytes=probe_unit(fd), step=step)
             directory._prepare()
         except OSError as error:
             _close_all(fd, lock_fd)
@@ -329,7 +343,7 @@ class FsDirectory:
     def keep_namespace(self, document: str, bytes_max: int) -> None:
         """LimitExceeded when the small files would take more than `bytes_max`, a second copy of this one included."""
         taken = self.small_files_bytes()
-        wanted = 2 * (len(document.encode()) + BLOCK_BYTES)
+        wanted = 2 * (len(document.encode()) + self.unit_bytes)
         if taken + wanted > bytes_max:
             raise LimitExceeded(
                 f"the documents of namespaces take {taken} bytes in {self.path}, and {bytes_max} is the most; "
@@ -370,7 +384,7 @@ class FsDirectory:
     def keep_quotas(self, quotas: dict[str, dict[str, int]], bytes_max: int) -> None:
         content = canonical_json(quotas).encode()
         taken = self.small_files_bytes()
-        if taken + len(content) + BLOCK_BYTES > bytes_max:
+        if taken + len(content) + self.unit_bytes > bytes_max:
             raise LimitExceeded(f"quotas of {len(content)} bytes beside {taken} bytes: {bytes_max} is the most")
         self.write_small(fs_paths.QUOTAS, content)
 
@@ -391,7 +405,7 @@ class FsDirectory:
     def keep_learned(self, learned: dict[str, dict[str, str]], bytes_max: int) -> None:
         content = json.dumps(learned).encode()
         taken = self.small_files_bytes()
-        if taken + len(content) + BLOCK_BYTES > bytes_max:
+        if taken + len(content) + self.unit_bytes > bytes_max:
             raise LimitExceeded(
                 f"{len(content)} bytes of what was learned beside {taken} bytes: {bytes_max} is the most"
             )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from kvstore.tiers.base import ChunkId
-from kvstore.tiers.fs_catalog import Catalog, Entry, index_bytes_for
+from kvstore.tiers.fs_catalog import Catalog, Entry
 from kvstore.tiers.fs_directory import FsDirectory, Step
 from kvstore.tiers.fs_index import Index, IndexUnusable, Meta, Record
 from kvstore.tiers.fs_recovery import Recovered, record_of
@@ -152,7 +152,7 @@ class Journal:
     def grow_in_worker(self, slot_count: int) -> None:
         """Before a slab is made: room in the index for its slots. OSError, IndexUnusable."""
         if self._index is not None:
-            self._index.grow(index_bytes_for(slot_count))
+            self._index.grow(self._catalog.index_bytes_for(slot_count))
 
     def prepare_stop(self) -> Callable[[], bool]:
         """What the worker does last: commits, and syncs the file. False when the file is not to be trusted."""
@@ -205,7 +205,7 @@ class Journal:
             self._soon()
 
     def _make_in_worker_job(self) -> Callable[[], None]:
-        nbytes = index_bytes_for(self._catalog.index_slots_with(0))
+        nbytes = self._catalog.index_bytes_for(self._catalog.index_slots_with(0))
         meta = Meta(False, self._sequence, 0, 0, self._opening.opening, self._directory.directory_id)
 
         def make() -> None:
