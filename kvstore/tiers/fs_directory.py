@@ -238,6 +238,8 @@ class FsDirectory:
         self._lock_fd = lock_fd
         with contextlib.suppress(FileExistsError):
             os.mkdir(fs_paths.NAMESPACES, 0o700, dir_fd=self._fd)
+        if not os.path.samestat(ours, found):
+            self.remove_index()  # somebody else's; ours went with the directory
         for name in self._names():
             number = fs_paths.slab_number(name)
             if number is not None and not self._is_file_of(name, slab_fds.get(number)):

@@ -29,6 +29,10 @@ TOUCHED_PER_COMMIT_MAX = 1_000
 REFILL_PER_SLICE = 500  # slots whose chunks are handed to a new index between two turns of the loop
 
 
+def _ignore(_: object) -> None:
+    pass
+
+
 class Journal:
     def __init__(
         self, recovered: Recovered, directory: FsDirectory, worker: Worker, commit_interval_s: float, step: Step
@@ -136,10 +140,15 @@ class Journal:
         self._step("committed")
 
     def _committed(self, callbacks: list[Callable[[], None]], result: Failure | None) -> None:
-        self._committing = False
         self._stored_committing = 0
         if result is not None:
-            self.failed(result)
+            # What waited goes on only when the file is gone: until then it says that slots hold what they may lose now.
+            self.failed(result, partial(self._go_on, callbacks))
+        else:
+            self._go_on(callbacks)
+
+    def _go_on(self, callbacks: list[Callable[[], None]], _: object = None) -> None:
+        self._committing = False
         for callback in callbacks:
             callback()
         if self._callbacks:
@@ -176,7 +185,8 @@ class Journal:
 
     # A new index
 
-    def failed(self, error: Failure) -> None:
+    def failed(self, error: Failure, then: Callable[[object], None] = _ignore) -> None:
+        """`then`: when the file is gone, or cannot be removed."""
         if self._complete:
             log.error("%s: the index cannot be written: %s; making a new one", self._directory.path, error)
         self._complete = False
@@ -189,7 +199,7 @@ class Journal:
                 index.abandon()
             self._directory.remove_index()
 
-        self._worker.run(drop, _ignore)
+        self._worker.run(drop, then)
 
     def file_is_gone(self) -> None:
         """Somebody removed the file's name: what is written to it now would not be found again."""
@@ -233,7 +243,3 @@ class Journal:
         for entry in entries:
             self._changes.setdefault(entry.chunk, record_of(entry))
         self.after_commit(partial(self._refill, failures, slices))
-
-
-def _ignore(_: object) -> None:
-    pass
