@@ -278,6 +278,8 @@ class Movement:
                 pass
             case WriteOutcome.PRESENT:
                 self._show(chunk)  # where the table had no room for that, the index thinks it is not there
+            case WriteOutcome.FULL:
+                self._ahead_is_written = True  # a tenant's quota, say: others' chunks wait for no more than a tick
             case _:
                 self._take_no_more_until_ms = self._clock_ms() + FAILED_PAUSE_MS
 

@@ -60,6 +60,7 @@ from kvstore.store import Store
 from kvstore.tenant import TENANT_KEY_BYTES
 from kvstore.tiers.cpu import CpuTier
 from kvstore.tiers.fs import FsTier
+from kvstore.tiers.fs_catalog import SLAB_BYTES_MAX
 from kvstore.tiers.fs_directory import DirectoryInUse, FsDirectory
 from kvstore.tiers.fs_serving import FsOptions
 
@@ -100,7 +101,7 @@ class StartFailed(Exception):
 def serve(config: ServeConfig, *, verify: bool = False) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit code; what went wrong is in the log."""
     _log.info("settings: %s", ", ".join(starmap(_shown, config.settings())))
-    _raise_descriptor_limit()
+    _raise_descriptor_limit(config.fs_bytes)
     _keep_pauses_short()
     try:
         with contextlib.ExitStack() as stack:
@@ -127,10 +128,12 @@ def serve(config: ServeConfig, *, verify: bool = False) -> int:
     return EXIT_STOPPED
 
 
-def _raise_descriptor_limit() -> None:
-    """Room for as many sessions as the daemon takes: the usual soft limit holds a third of them."""
+def _raise_descriptor_limit(fs_bytes: int) -> None:
+    """Room for as many sessions as the daemon takes, for the usual soft limit holds a third of them; and for the slabs
+    of a large disk, of which not all have the full size."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS_PER_SESSION * (SESSIONS_MAX + OPERATORS_MAX) + DESCRIPTORS_OTHER
+    wanted += 2 * (fs_bytes // SLAB_BYTES_MAX)
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -119,7 +119,8 @@ class FsTier:
         self._options = options
         self._clock = clock
         self._step = step
-        self._catalog = Catalog(options.fs_bytes)  # empty, until recovery brings the real one
+        # Empty, until recovery brings the real one.
+        self._catalog = Catalog(options.fs_bytes, unit_bytes=directory.unit_bytes)
         self._ready = asyncio.Event()
         self._closing = False
         self._counters = Counters()
@@ -558,7 +559,7 @@ class FsTier:
 
     @property
     def _small_files_bytes_max(self) -> int:
-        return small_files_bytes_for(self._options.fs_bytes)
+        return small_files_bytes_for(self._options.fs_bytes, self._directory.unit_bytes)
 
     async def _ask(self, job: Callable[[], T]) -> T:
         answer: asyncio.Future[T | Failure] = self._loop.create_future()

@@ -21,6 +21,7 @@ Invariants, checked by `fs_check`:
 Memory: about 350 bytes for each chunk held.
 """
 
+import mmap
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,35 +37,44 @@ SLABS_PER_TIER = 64  # of the usual size; so many that taking one from a class h
 SLAB_BYTES_MAX = 8 << 30
 SMALL_FILES_BYTES_MIN = 256 << 10
 SMALL_FILES_BYTES_MAX = 8 << 20
+SMALL_FILES_UNITS_MIN = 16
 SLOTS_PER_SLICE = 500  # of a walk: a twentieth of a millisecond, to which comes what is done with each chunk
 
+INDEX_PAGE_BYTES = min(mmap.PAGESIZE, 32 << 10)  # LMDB's, of a new file
+
 _INDEX_BASE_BYTES = 256 << 10
+_INDEX_BASE_PAGES = 16  # at least
 _INDEX_BYTES_PER_SLOT = 384  # a record of at most 160 bytes, pages two thirds full, and the pages above them
 _INDEX_SPARE_BYTES_PER_SLOT = 768  # copies that a commit makes before the last one's pages are free: two more trees,
-_INDEX_SPARE_BYTES_MAX = 6 << 20  # or what two commits of the largest batch can touch, if that is less
+_INDEX_SPARE_PAGES_MAX = 1_536  # or what two commits of the largest batch can touch, if that is less
 
 
-def index_bytes_for(slot_count: int) -> int:
+# `unit_bytes`: what the filesystem gives a file at a time, see `FsDirectory`.
+
+
+def index_bytes_for(slot_count: int, unit_bytes: int = BLOCK_BYTES) -> int:
     """Largest size of the index file for so many slots."""
-    spare = min(_INDEX_SPARE_BYTES_PER_SLOT * slot_count, _INDEX_SPARE_BYTES_MAX)
-    return _round_up(_INDEX_BASE_BYTES + _INDEX_BYTES_PER_SLOT * slot_count + spare)
+    base = max(_INDEX_BASE_BYTES, _INDEX_BASE_PAGES * INDEX_PAGE_BYTES)
+    spare = min(_INDEX_SPARE_BYTES_PER_SLOT * slot_count, _INDEX_SPARE_PAGES_MAX * INDEX_PAGE_BYTES)
+    return _round_up(base + _INDEX_BYTES_PER_SLOT * slot_count + spare, unit_bytes)
 
 
-def slab_charge(slot_bytes: int, slot_count: int) -> int:
+def slab_charge(slot_bytes: int, slot_count: int, unit_bytes: int = BLOCK_BYTES) -> int:
     """What a slab file may take on disk: its bytes, and the blocks in which a filesystem notes where they lie.
 
     Two extents a slot (written, not yet written) and 340 of them to a block is the worst that ext4 makes of it.
     """
-    return slab_file_bytes(slot_bytes, slot_count) + BLOCK_BYTES * (2 + slot_count // 128)
+    return _round_up(slab_file_bytes(slot_bytes, slot_count), unit_bytes) + unit_bytes * (2 + slot_count // 128)
 
 
-def small_files_bytes_for(cap_bytes: int) -> int:
+def small_files_bytes_for(cap_bytes: int, unit_bytes: int = BLOCK_BYTES) -> int:
     """Set aside for the lock, the key, quotas, namespace documents, their temporary copies and the directories."""
-    return max(SMALL_FILES_BYTES_MIN, min(SMALL_FILES_BYTES_MAX, cap_bytes // 64))
+    least = max(SMALL_FILES_BYTES_MIN, SMALL_FILES_UNITS_MIN * unit_bytes)
+    return max(least, min(SMALL_FILES_BYTES_MAX, cap_bytes // 64))
 
 
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+def _round_up(nbytes: int, unit_bytes: int) -> int:
+    return -(-nbytes // unit_bytes) * unit_bytes
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -105,6 +115,7 @@ class Slab:
     epoch: int
     size_class: SizeClass
     slot_count: int
+    charge_bytes: int
     held: dict[int, "Entry"] = field(default_factory=dict)
     free: OrderedDict[int, None] = field(default_factory=OrderedDict)
     quarantined: set[int] = field(default_factory=set)
@@ -117,10 +128,6 @@ class Slab:
     @property
     def slot_bytes(self) -> int:
         return self.size_class.slot_bytes
-
-    @property
-    def charge_bytes(self) -> int:
-        return slab_charge(self.slot_bytes, self.slot_count)
 
     @property
     def idle(self) -> bool:
@@ -202,11 +209,13 @@ class Catalog:
         cap_bytes: int,
         *,
         slab_bytes: int | None = None,
+        unit_bytes: int = BLOCK_BYTES,
         foreign_bytes: int = 0,
         clock_us: Callable[[], int] = lambda: 0,
     ) -> None:
         """`clock_us`: the wall clock. Ticks follow it, but always rise with a use; so they are times too."""
         self.cap_bytes = cap_bytes
+        self.unit_bytes = unit_bytes
         self._clock_us = clock_us
         self._made_us = clock_us()
         self.foreign_bytes = foreign_bytes
@@ -234,8 +243,8 @@ class Catalog:
     @property
     def charged_bytes(self) -> int:
         return (
-            small_files_bytes_for(self.cap_bytes)
-            + index_bytes_for(self.index_slot_count)
+            small_files_bytes_for(self.cap_bytes, self.unit_bytes)
+            + self.index_bytes_for(self.index_slot_count)
             + self.foreign_bytes
             + self.reserved_bytes
             + self._slabs_bytes
@@ -258,10 +267,14 @@ class Catalog:
         """For how many slots the index must have room when so many more are made beside those already under way."""
         return max(self.index_slot_count, self._slot_count + self.pending_slot_count + slot_count)
 
+    def index_bytes_for(self, slot_count: int) -> int:
+        return index_bytes_for(slot_count, self.unit_bytes)
+
     def cost_of(self, slot_bytes: int, slot_count: int) -> int:
         """What a further slab would add, the index's growth included."""
-        index_growth = index_bytes_for(self.index_slots_with(slot_count)) - index_bytes_for(self.index_slots_with(0))
-        return slab_charge(slot_bytes, slot_count) + index_growth
+        before, after = self.index_slots_with(0), self.index_slots_with(slot_count)
+        index_growth = self.index_bytes_for(after) - self.index_bytes_for(before)
+        return slab_charge(slot_bytes, slot_count, self.unit_bytes) + index_growth
 
     def slots_that_fit(self, slot_bytes: int) -> int:
         """Slots of a further slab of the usual size, or of what room is left."""
@@ -285,7 +298,8 @@ class Catalog:
     def add_slab(self, number: int, fd: int, epoch: int, slot_bytes: int, slot_count: int, *, fresh: bool) -> Slab:
         """`fresh`: its slots are free. Else they are taken, and the caller holds or frees each."""
         assert number not in self.slabs, f"slab {number} twice"
-        slab = Slab(number, fd, epoch, self.class_of(slot_bytes), slot_count)
+        charge_bytes = slab_charge(slot_bytes, slot_count, self.unit_bytes)
+        slab = Slab(number, fd, epoch, self.class_of(slot_bytes), slot_count, charge_bytes)
         if fresh:
             slab.size_class.fresh.append(slab)
         else:

@@ -108,6 +108,19 @@ def probe_direct_io(directory_fd: int) -> bool:
     return moved == (2 * BLOCK_BYTES, 2 * BLOCK_BYTES) and read == written
 
 
+def probe_unit(directory_fd: int) -> int:
+    """What a file there takes at the least: a block or, where the filesystem has larger ones, one of those."""
+    name = fs_paths.temporary(fs_paths.slab(fs_paths.SLAB_NUMBER_MAX))
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+    try:
+        os.posix_fallocate(fd, 0, BLOCK_BYTES)
+        taken = os.fstat(fd).st_blocks * _BLOCK_UNIT
+    finally:
+        os.close(fd)
+        os.unlink(name, dir_fd=directory_fd)
+    return max(1, -(-taken // BLOCK_BYTES)) * BLOCK_BYTES
+
+
 def _aligned(block: bytes) -> memoryview:
     """A copy where O_DIRECT can take it from."""
     view = memoryview(mmap.mmap(-1, len(block)))
@@ -124,16 +137,17 @@ class SlabFile:
 class FsDirectory:
     """An owned directory. Made by `open`."""
 
-    def __init__(self, path: Path, fd: int, lock_fd: int, *, direct: bool, step: Step) -> None:
+    def __init__(self, path: Path, fd: int, lock_fd: int, *, direct: bool, unit_bytes: int, step: Step) -> None:
         self.path = path
         self.direct = direct
+        self.unit_bytes = unit_bytes  # in which the filesystem gives space to files
         self.tenant_key = b""
         self.directory_id = b""  # names the data: slab files of another id, so of another tenant key, are not ours
         self._fd = fd
         self._lock_fd = lock_fd
         self._step = step
         self.stuck_slabs: set[int] = set()  # whose files could not be removed; their numbers are not used again
-        self._unforgotten: list[tuple[int, SlabHeader]] = []
+        self._unforgotten: dict[int, SlabHeader] = {}  # by descriptor: what is not on disk yet
 
     @classmethod
     def open(
@@ -151,7 +165,7 @@ class FsDirectory:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             lock_fd = _lock(fd, path)
             direct = probe(fd)
-            directory = cls(path, fd, lock_fd, direct=direct, step=step)
+            directory = cls(path, fd, lock_fd, direct=direct, unit_bytes=probe_unit(fd), step=step)
             directory._prepare()
         except OSError as error:
             _close_all(fd, lock_fd)
@@ -219,10 +233,13 @@ class FsDirectory:
         except BaseException:
             os.close(fd)
             raise
-        _close_all(self._fd, self._lock_fd)
-        self._fd, self._lock_fd = fd, lock_fd
+        os.dup2(fd, self._fd, inheritable=False)  # the number stays: the index is reached by it
+        _close_all(fd, self._lock_fd)
+        self._lock_fd = lock_fd
         with contextlib.suppress(FileExistsError):
             os.mkdir(fs_paths.NAMESPACES, 0o700, dir_fd=self._fd)
+        if not os.path.samestat(ours, found):
+            self.remove_index()  # somebody else's; ours went with the directory
         for name in self._names():
             number = fs_paths.slab_number(name)
             if number is not None and not self._is_file_of(name, slab_fds.get(number)):
@@ -328,7 +345,7 @@ class FsDirectory:
     def keep_namespace(self, document: str, bytes_max: int) -> None:
         """LimitExceeded when the small files would take more than `bytes_max`, a second copy of this one included."""
         taken = self.small_files_bytes()
-        wanted = 2 * (len(document.encode()) + BLOCK_BYTES)
+        wanted = 2 * (len(document.encode()) + self.unit_bytes)
         if taken + wanted > bytes_max:
             raise LimitExceeded(
                 f"the documents of namespaces take {taken} bytes in {self.path}, and {bytes_max} is the most; "
@@ -369,7 +386,7 @@ class FsDirectory:
     def keep_quotas(self, quotas: dict[str, dict[str, int]], bytes_max: int) -> None:
         content = canonical_json(quotas).encode()
         taken = self.small_files_bytes()
-        if taken + len(content) + BLOCK_BYTES > bytes_max:
+        if taken + len(content) + self.unit_bytes > bytes_max:
             raise LimitExceeded(f"quotas of {len(content)} bytes beside {taken} bytes: {bytes_max} is the most")
         self.write_small(fs_paths.QUOTAS, content)
 
@@ -390,7 +407,7 @@ class FsDirectory:
     def keep_learned(self, learned: dict[str, dict[str, str]], bytes_max: int) -> None:
         content = json.dumps(learned).encode()
         taken = self.small_files_bytes()
-        if taken + len(content) + BLOCK_BYTES > bytes_max:
+        if taken + len(content) + self.unit_bytes > bytes_max:
             raise LimitExceeded(
                 f"{len(content)} bytes of what was learned beside {taken} bytes: {bytes_max} is the most"
             )
@@ -433,8 +450,8 @@ class FsDirectory:
 
     def slabs(self) -> Iterator[SlabFile]:
         """Opens each one that is whole and ours; the others are removed, and the log says why. Lowest number first."""
-        while self._unforgotten:  # by a start that failed: what is there counts again
-            os.close(self._unforgotten.pop()[0])
+        _close_all(*self._unforgotten)  # of a start that failed: what is there counts again
+        self._unforgotten.clear()
         for name in sorted(self._names()):
             number = fs_paths.slab_number(name)
             if number is None:
@@ -507,12 +524,10 @@ class FsDirectory:
 
     def forget_slab(self, fd: int, header: SlabHeader) -> None:
         """Gives the slab another epoch, durably: no slot in it counts any more."""
-        try:
-            self.write_block(fd, 0, header.encode())
-            os.fdatasync(fd)
-        except OSError:
-            self._unforgotten.append((fd, header))
-            raise
+        self._unforgotten[fd] = header
+        self.write_block(fd, 0, header.encode())
+        os.fdatasync(fd)
+        del self._unforgotten[fd]
 
     def remove_slab(self, fd: int, header: SlabHeader) -> None:
         """`header` has an epoch of its own, so that a slab which comes back after a power cut holds nothing."""
@@ -525,8 +540,8 @@ class FsDirectory:
 
     def settle(self) -> None:
         """Tries again to forget the slabs that could not be: until then no removal lasts. OSError."""
-        while self._unforgotten:
-            self.forget_slab(*self._unforgotten.pop())
+        for fd, header in list(self._unforgotten.items()):
+            self.forget_slab(fd, header)
 
     def zero_slots(self, fd: int, slots: Iterable[int], slot_bytes: int) -> None:
         """Overwrites the slots' header blocks, durably."""

@@ -12,6 +12,8 @@ One record a chunk: b"c" + namespace + tenant + key -> slab, slot, sequence, pay
 when it was last used, in microseconds of the wall clock, or less where a rebuild did not know.
 One record b"m": version, complete, sequence, chunks, payload bytes, opening, directory. A walk adds up to the last two
 counts, or the file is unusable.
+Behind each value is the CRC-32C of key and value. LMDB has none, and a chunk that is not where the index says would not
+be reached by its removal.
 """
 
 import contextlib
@@ -25,14 +27,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lmdb
 
+from kvstore._native import crc32c
 from kvstore.errors import KVStoreError
 from kvstore.tiers.base import ChunkId
 
-VERSION = 1
+VERSION = 2
 OPERATIONS_PER_COMMIT_MAX = 256  # `fs_catalog.index_bytes_for` counts on it
 CHECK_SECONDS_MIN = 20.0
 CHECK_BYTES_PER_S = 50e6  # a walk slower than this is taken for a hang
@@ -42,6 +45,7 @@ _META_KEY = b"m"
 _CHUNK_PREFIX = b"c"
 _META = struct.Struct("<IIQQQ16s16s")
 _RECORD = struct.Struct("<IIQQQB")
+_CHECKSUM = struct.Struct("<I")
 _ID_BYTES = 16
 
 
@@ -74,7 +78,7 @@ class Meta:
     directory_id: bytes
 
     def encode(self) -> bytes:
-        return _META.pack(
+        fields = _META.pack(
             VERSION,
             self.complete,
             self.sequence,
@@ -83,14 +87,14 @@ class Meta:
             self.opening,
             self.directory_id,
         )
+        return _sealed(_META_KEY, fields)
 
     @classmethod
     def decode(cls, raw: bytes) -> "Meta":
-        if len(raw) != _META.size:
-            raise IndexUnusable(f"its description has {len(raw)} bytes, not {_META.size}")
-        version, complete, sequence, chunks, payload_bytes, opening, directory_id = _META.unpack(raw)
-        if version != VERSION:
+        version = int.from_bytes(raw[:4], "little")
+        if len(raw) >= 4 and version != VERSION:
             raise IndexUnusable(f"it is of version {version}, not {VERSION}")
+        _, complete, sequence, chunks, payload_bytes, opening, directory_id = _opened(_META, _META_KEY, raw)
         if not complete:
             raise IndexUnusable("it was never completed")
         return cls(True, sequence, chunks, payload_bytes, opening, directory_id)
@@ -100,19 +104,33 @@ def _key(chunk: ChunkId) -> bytes:
     return _CHUNK_PREFIX + chunk.namespace + chunk.tenant + chunk.key
 
 
-def _value(record: Record) -> bytes:
-    return _RECORD.pack(*record[1:])
+def _value(key: bytes, record: Record) -> bytes:
+    return _sealed(key, _RECORD.pack(*record[1:]))
+
+
+def _sealed(key: bytes, fields: bytes) -> bytes:
+    return fields + _CHECKSUM.pack(crc32c(key + fields))
+
+
+def _opened(form: struct.Struct, key: bytes, value: bytes) -> tuple[Any, ...]:
+    """The fields of a value. IndexUnusable."""
+    if len(value) != form.size + _CHECKSUM.size:
+        raise IndexUnusable(f"a record of {len(key)} and {len(value)} bytes")
+    fields = value[: form.size]
+    if _sealed(key, fields) != value:
+        raise IndexUnusable("a record's checksum is wrong")
+    return form.unpack(fields)
 
 
 def _payload_bytes(value: bytes) -> int:
-    return int(_RECORD.unpack(value)[3])
+    return int(_RECORD.unpack_from(value)[3])
 
 
 def _record(key: bytes, value: bytes) -> Record:
-    if len(key) - 1 <= 2 * _ID_BYTES or len(value) != _RECORD.size:
+    if len(key) - 1 <= 2 * _ID_BYTES:
         raise IndexUnusable(f"a record of {len(key)} and {len(value)} bytes")
     chunk = ChunkId(key[1 : 1 + _ID_BYTES], key[1 + _ID_BYTES : 1 + 2 * _ID_BYTES], key[1 + 2 * _ID_BYTES :])
-    slab, slot, sequence, payload_bytes, tick, proven = _RECORD.unpack(value)
+    slab, slot, sequence, payload_bytes, tick, proven = _opened(_RECORD, key, value)
     return Record(chunk, slab, slot, sequence, payload_bytes, tick, bool(proven))
 
 
@@ -241,7 +259,7 @@ class Index:
         with self._opened().begin(write=True) as txn:
             for chunk, record in batch:
                 key = _key(chunk)
-                before = txn.replace(key, _value(record)) if record is not None else txn.pop(key)
+                before = txn.replace(key, _value(key, record)) if record is not None else txn.pop(key)
                 if before is not None:
                     chunks -= 1
                     payload_bytes -= _payload_bytes(before)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from kvstore.tiers.base import ChunkId
-from kvstore.tiers.fs_catalog import Catalog, Entry, index_bytes_for
+from kvstore.tiers.fs_catalog import Catalog, Entry
 from kvstore.tiers.fs_directory import FsDirectory, Step
 from kvstore.tiers.fs_index import Index, IndexUnusable, Meta, Record
 from kvstore.tiers.fs_recovery import Recovered, record_of
@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0  # after an index could not be written
 TOUCHED_PER_COMMIT_MAX = 1_000
 REFILL_PER_SLICE = 500  # slots whose chunks are handed to a new index between two turns of the loop
+
+
+def _ignore(_: object) -> None:
+    pass
 
 
 class Journal:
@@ -136,10 +140,15 @@ class Journal:
         self._step("committed")
 
     def _committed(self, callbacks: list[Callable[[], None]], result: Failure | None) -> None:
-        self._committing = False
         self._stored_committing = 0
         if result is not None:
-            self.failed(result)
+            # What waited goes on only when the file is gone: until then it says that slots hold what they may lose now.
+            self.failed(result, partial(self._go_on, callbacks))
+        else:
+            self._go_on(callbacks)
+
+    def _go_on(self, callbacks: list[Callable[[], None]], _: object = None) -> None:
+        self._committing = False
         for callback in callbacks:
             callback()
         if self._callbacks:
@@ -152,7 +161,7 @@ class Journal:
     def grow_in_worker(self, slot_count: int) -> None:
         """Before a slab is made: room in the index for its slots. OSError, IndexUnusable."""
         if self._index is not None:
-            self._index.grow(index_bytes_for(slot_count))
+            self._index.grow(self._catalog.index_bytes_for(slot_count))
 
     def prepare_stop(self) -> Callable[[], bool]:
         """What the worker does last: commits, and syncs the file. False when the file is not to be trusted."""
@@ -176,7 +185,8 @@ class Journal:
 
     # A new index
 
-    def failed(self, error: Failure) -> None:
+    def failed(self, error: Failure, then: Callable[[object], None] = _ignore) -> None:
+        """`then`: when the file is gone, or cannot be removed."""
         if self._complete:
             log.error("%s: the index cannot be written: %s; making a new one", self._directory.path, error)
         self._complete = False
@@ -189,7 +199,7 @@ class Journal:
                 index.abandon()
             self._directory.remove_index()
 
-        self._worker.run(drop, _ignore)
+        self._worker.run(drop, then)
 
     def file_is_gone(self) -> None:
         """Somebody removed the file's name: what is written to it now would not be found again."""
@@ -205,7 +215,7 @@ class Journal:
             self._soon()
 
     def _make_in_worker_job(self) -> Callable[[], None]:
-        nbytes = index_bytes_for(self._catalog.index_slots_with(0))
+        nbytes = self._catalog.index_bytes_for(self._catalog.index_slots_with(0))
         meta = Meta(False, self._sequence, 0, 0, self._opening.opening, self._directory.directory_id)
 
         def make() -> None:
@@ -233,7 +243,3 @@ class Journal:
         for entry in entries:
             self._changes.setdefault(entry.chunk, record_of(entry))
         self.after_commit(partial(self._refill, failures, slices))
-
-
-def _ignore(_: object) -> None:
-    pass

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from kvstore._native import IoPool
 from kvstore.errors import KVStoreError
 from kvstore.tiers import fs_index
-from kvstore.tiers.fs_catalog import Catalog, Entry, Place, Slab, index_bytes_for
+from kvstore.tiers.fs_catalog import Catalog, Entry, Place, Slab
 from kvstore.tiers.fs_directory import FsDirectory, Opening, Step, boot_id
 from kvstore.tiers.fs_format import Damaged, SlotHeader, slot_bytes_for, slot_offset
 from kvstore.tiers.fs_index import Index, IndexUnusable, Meta, Record
@@ -67,7 +67,12 @@ class Recovery:
 
     def run(self) -> Recovered:
         """OSError, or Cancelled."""
-        catalog = Catalog(self.cap_bytes, slab_bytes=self.slab_bytes, clock_us=self.wall_clock_us)
+        catalog = Catalog(
+            self.cap_bytes,
+            slab_bytes=self.slab_bytes,
+            unit_bytes=self.directory.unit_bytes,
+            clock_us=self.wall_clock_us,
+        )
         try:
             return self._run(catalog)
         except BaseException:
@@ -195,6 +200,8 @@ class Recovery:
         in flight. What cannot be read is added to `unreadable`."""
         places = list(_unheld(catalog))
         pool = IoPool(SCAN_THREADS, 1)
+        news = select.poll()  # `select.select` takes no descriptor beyond 1023, and each slab is one
+        news.register(pool.event_fd, select.POLLIN)
         try:
             submitted = done = 0
             while done < len(places):
@@ -206,7 +213,7 @@ class Recovery:
                     offsets = [slot_offset(place.slot, slab.slot_bytes) for place in batch if place.slab is slab]
                     pool.read_heads(submitted, slab.fd, offsets)
                     submitted += len(offsets)
-                select.select([pool.event_fd], [], [], 1.0)
+                news.poll(1_000)
                 for read in pool.poll():
                     done += 1
                     place = places[read.request]
@@ -227,7 +234,7 @@ class Recovery:
         self._shrink(catalog)
         if held != len(catalog.entries):
             log.info("%s: %d chunks dropped for the smaller cap", self.directory.path, held - len(catalog.entries))
-        nbytes = index_bytes_for(catalog.slot_count)
+        nbytes = catalog.index_bytes_for(catalog.slot_count)
         meta = Meta(
             complete=True,
             sequence=sequence,

@@ -417,7 +417,7 @@ class Writes:
 
         def grow() -> int:
             self._journal.grow_in_worker(index_slots)
-            return self._directory.create_slab(header, slab_charge(slot_bytes, slot_count))
+            return self._directory.create_slab(header, slab_charge(slot_bytes, slot_count, catalog.unit_bytes))
 
         def grown(result: int | Failure) -> None:
             catalog.reserved_bytes -= cost

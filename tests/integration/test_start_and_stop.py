@@ -281,7 +281,7 @@ def test_what_the_system_refuses_a_daemon_is_in_its_log(
         raise OSError(errno.ENOMEM, "cannot map the arena")
 
     for of_the_process in ("_raise_descriptor_limit", "_keep_pauses_short"):  # which is this one
-        monkeypatch.setattr(server, of_the_process, lambda: None)
+        monkeypatch.setattr(server, of_the_process, lambda *_: None)
     monkeypatch.setattr(server.uvloop, "run", refused_memory)
     flags = {"cpu_bytes": "1MiB", "hash_seed": "0", "metrics_listen": "off", "runtime_dir": str(runtime_dir)}
     assert server.serve(serve_config(flags, {}, None)) == 1

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -245,6 +246,17 @@ def test_a_moved_directory_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "fs").rmdir()
     (tmp_path / "away").rename(tmp_path / "fs")
     assert directory.lost() is None
+    directory.close()
+
+
+def test_the_index_of_another_directory_is_not_left_in_one_that_is_taken_back(tmp_path: Path) -> None:
+    directory = FsDirectory.open(tmp_path / "fs")
+    shutil.rmtree(tmp_path / "fs")
+    (tmp_path / "fs").mkdir()
+    (tmp_path / "fs" / fs_paths.INDEX).write_bytes(b"of another daemon")
+    directory.take_back(Opening(bytes(16), "boot", clean=False), {})
+    assert directory.lost() is None
+    assert directory.index_bytes() is None
     directory.close()
 
 

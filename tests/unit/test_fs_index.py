@@ -3,6 +3,7 @@
 import os
 import random
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def written(path: Path, count: int = 500) -> list[Record]:
     index.commit({each.chunk: each for each in records}, 600)
     index.close()
     return records
+
+
+def spoil(path: Path, change: Callable[[bytes], bytes], key: bytes | None = None) -> None:
+    """Changes a value; that of the first chunk, where no key is given."""
+    with lmdb.open(str(path), subdir=False, lock=False, map_size=NBYTES) as env, env.begin(write=True) as txn:
+        key = key or next(bytes(key) for key, _ in txn.cursor() if key != b"m")
+        value = txn.get(key)
+        assert value is not None
+        txn.put(key, change(value))
 
 
 def test_what_was_committed_is_read(tmp_path: Path) -> None:
@@ -104,11 +114,40 @@ def test_an_incomplete_file_is_unusable(tmp_path: Path) -> None:
 
 def test_another_version_is_unusable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "index.mdb"
-    monkeypatch.setattr(fs_index, "VERSION", 2)
+    monkeypatch.setattr(fs_index, "VERSION", 1)
     written(path)
     monkeypatch.undo()
-    with pytest.raises(IndexUnusable, match="version 2"):
+    with pytest.raises(IndexUnusable, match="version 1"):
         check(path)
+
+
+@pytest.mark.parametrize("at", range(37))
+def test_a_flipped_bit_in_a_record_is_found(tmp_path: Path, at: int) -> None:
+    """LMDB itself has no checksums."""
+    path = tmp_path / "index.mdb"
+    written(path, 3)
+    spoil(path, lambda value: value[:at] + bytes([value[at] ^ 0x40]) + value[at + 1 :])
+    with pytest.raises(IndexUnusable, match="checksum"):
+        read(path)
+
+
+def test_the_record_of_another_chunk_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "index.mdb"
+    written(path, 3)
+    with lmdb.open(str(path), subdir=False, lock=False, map_size=NBYTES) as env, env.begin(write=True) as txn:
+        first, second = [(key, bytes(value)) for key, value in txn.cursor() if key != b"m"][:2]
+        txn.put(first[0], second[1])
+        txn.put(second[0], first[1])
+    with pytest.raises(IndexUnusable, match="checksum"):
+        read(path)
+
+
+def test_a_flipped_bit_in_the_description_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "index.mdb"
+    written(path, 3)
+    spoil(path, lambda value: value[:12] + bytes([value[12] ^ 1]) + value[13:], key=b"m")  # of the sequence
+    with pytest.raises(IndexUnusable, match="checksum"):
+        read(path)
 
 
 def test_accounts_that_do_not_add_up_are_unusable(tmp_path: Path) -> None:

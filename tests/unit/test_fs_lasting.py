@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
 from kvstore.tiers import fs_paths
@@ -14,6 +15,7 @@ from kvstore.tiers.base import Scope, WriteOutcome
 from kvstore.tiers.conformance import chunk_id
 from kvstore.tiers.fs_directory import FsDirectory
 from kvstore.tiers.fs_format import slot_bytes_for
+from kvstore.tiers.fs_index import Index, IndexUnusable
 from tests.fs_support import CHUNK_BYTES, FsBench, fs_bench, options
 
 TENANT = Scope(tenant=chunk_id(0, tenant=1).tenant)
@@ -48,6 +50,58 @@ def test_what_was_evicted_before_a_clean_stop_does_not_come_back_after_a_later_r
         assert await held_after_a_rebuild(tmp_path) == 0
 
     run(scenario)
+
+
+def test_a_removal_covers_a_chunk_whose_record_was_damaged_between_two_runs(tmp_path: Path) -> None:
+    """A record that names another slot would leave the chunk where it lies, out of the removal's reach."""
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path) as bench:
+            await store(bench, range(5), tenant=1)
+        index = tmp_path / fs_paths.INDEX
+        with lmdb.open(str(index), subdir=False, lock=False) as env, env.begin(write=True) as txn:
+            records = {bytes(key): bytes(value) for key, value in txn.cursor() if key != b"m"}
+            key, value = max(records.items(), key=lambda record: record[1][4])  # of the highest slot
+            txn.put(key, value[:4] + bytes([value[4] ^ 8]) + value[5:])
+        async with fs_bench(tmp_path) as bench:
+            assert (await bench.remove(TENANT)).chunks == 5
+        assert await held_after_a_rebuild(tmp_path) == 0
+
+    run(scenario)
+
+
+def test_no_slot_is_free_again_before_an_index_that_fails_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index still says that the slot holds its chunk."""
+    freed_with_index: list[bool] = []
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(commit_interval_s=NO_COMMITS_S)) as bench:
+            await store(bench, range(3))
+            committed = asyncio.Event()
+            bench.tier._journal.after_commit(committed.set)
+            await committed.wait()
+
+            def fail(*_: object, **__: object) -> None:
+                raise IndexUnusable("no")
+
+            monkeypatch.setattr(Index, "commit", fail)
+            freed = asyncio.Event()
+            free = bench.tier._catalog.free
+
+            def watched(*arguments: Any) -> None:
+                freed_with_index.append((tmp_path / fs_paths.INDEX).exists())
+                free(*arguments)
+                freed.set()
+
+            bench.tier._catalog.free = watched  # type: ignore[method-assign]
+            bench.tier._writes.evict(bench.entry(chunk_id(0)), None)
+            await freed.wait()
+            monkeypatch.undo()
+
+    run(scenario)
+    assert freed_with_index == [False]
 
 
 def test_a_removal_covers_what_a_failed_write_was_to_overwrite_and_did_not(tmp_path: Path) -> None:

@@ -398,7 +398,7 @@ def test_write_back_writes_ahead_where_the_table_is_full_before_the_arena() -> N
     assert len(tiers.fs.writes) == WRITING_MAX
 
 
-@pytest.mark.parametrize("outcome", [WriteOutcome.SICK, WriteOutcome.FULL, WriteOutcome.LATE])
+@pytest.mark.parametrize("outcome", [WriteOutcome.SICK, WriteOutcome.LATE])
 def test_write_back_leaves_a_disk_that_fails_alone_for_a_while(outcome: WriteOutcome) -> None:
     tiers = write_back_of(16)
     for number in range(16):
@@ -412,6 +412,38 @@ def test_write_back_leaves_a_disk_that_fails_alone_for_a_while(outcome: WriteOut
     tiers.clock[0] += 1_000
     tiers.movement.tick()
     assert tiers.written() == [0, 1]
+
+
+def test_write_back_asks_again_with_the_next_tick_where_a_chunk_found_no_room() -> None:
+    """It may be one tenant's quota, and the next chunk another tenant's."""
+    tiers = write_back_of(16)
+    for number in range(16):
+        tiers.put(number)
+    tiers.movement.tick()
+    assert tiers.written() == [0, 1]
+    tiers.fs.end_write(WriteOutcome.FULL)
+    tiers.fs.end_write(WriteOutcome.FULL)
+    assert tiers.fs.writes == []
+    tiers.movement.tick()
+    assert tiers.written() == [0, 1]
+
+
+def test_write_back_writes_all_the_others_at_the_stop_where_one_finds_no_room() -> None:
+    tiers = write_back_of(256)
+    for number in range(200):
+        tiers.put(number)
+
+    async def stop() -> bool:
+        draining = asyncio.create_task(tiers.movement.drain(60))
+        while not draining.done():
+            await asyncio.sleep(0)
+            if tiers.fs.writes:
+                refused = tiers.written()[0] == 3
+                tiers.fs.end_write(WriteOutcome.FULL if refused else WriteOutcome.STORED)
+        return await draining
+
+    assert asyncio.run(stop())
+    assert tiers.fs.held == {chunk_of(number) for number in range(200) if number != 3}
 
 
 def test_write_back_writes_what_was_not_used_for_a_while() -> None:
