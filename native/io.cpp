@@ -30,6 +30,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto WRITE_PATIENCE = std::chrono::milliseconds(20);
+constexpr std::size_t PIECES_AT_ONCE_MAX = 4;
 constexpr int NICENESS = 5;  // of a thread that moves pieces: where cores are few, the event loop goes first
 
 struct FreeAligned {
@@ -85,6 +86,20 @@ struct Job {
         return {first + (number - 1) * CRC32C_PIECE_BYTES, CRC32C_PIECE_BYTES};
     }
 
+    // `count` of them, which lie one behind the other.
+    Piece span(std::size_t first, std::size_t count) const {
+        const Piece last = piece(first + count - 1);
+        const std::uint64_t begin = piece(first).at;
+        return {begin, last.at + last.nbytes - begin};
+    }
+
+    void sum(std::size_t first, std::size_t count) {
+        for (std::size_t number = first; number < first + count; ++number) {
+            const auto [at, nbytes] = piece(number);
+            checksums[number] = crc32c(reinterpret_cast<const void*>(request.address + at), nbytes);
+        }
+    }
+
     std::uint32_t checksum() const {
         std::uint32_t whole = checksums[0];
         for (std::size_t i = 1; i < pieces; ++i) whole = crc32c_joined(whole, checksums[i]);
@@ -119,13 +134,12 @@ int transfer(const IoRequest& request, std::byte* head, Piece piece) {
     return 0;
 }
 
-int write_piece(Job& job, std::size_t number, std::byte* head) {
+int write_pieces(Job& job, std::size_t first, std::size_t count, std::byte* head) {
     const IoRequest& request = job.request;
-    const Piece piece = job.piece(number);
-    if (request.payload_checksum_at >= 0)
-        job.checksums[number] = crc32c(reinterpret_cast<const void*>(request.address + piece.at), piece.nbytes);
-    if (--job.unsummed == 0) job.unsummed.notify_all();
-    if (number > 0 || !request.has_head) return transfer(request, nullptr, piece);
+    const Piece span = job.span(first, count);
+    if (request.payload_checksum_at >= 0) job.sum(first, count);
+    if ((job.unsummed -= count) == 0) job.unsummed.notify_all();
+    if (first > 0 || !request.has_head) return transfer(request, nullptr, span);
     std::memcpy(head, request.head.data(), IO_HEAD_BYTES);
     if (request.payload_checksum_at >= 0) {
         // All others are taken, and a checksum waits for nothing.
@@ -134,16 +148,15 @@ int write_piece(Job& job, std::size_t number, std::byte* head) {
     }
     if (request.head_checksum_at >= 0)
         put_checksum(head, request.head_checksum_at, crc32c(head, request.head_checksum_at));
-    return transfer(request, head, piece);
+    return transfer(request, head, span);
 }
 
-int read_piece(Job& job, std::size_t number, std::byte* head) {
-    const Piece piece = job.piece(number);
-    const bool with_head = number == 0 && job.request.has_head;
-    const int error = transfer(job.request, with_head ? head : nullptr, piece);
+int read_pieces(Job& job, std::size_t first, std::size_t count, std::byte* head) {
+    const bool with_head = first == 0 && job.request.has_head;
+    const int error = transfer(job.request, with_head ? head : nullptr, job.span(first, count));
     if (error != 0) return error;
     if (with_head) job.head.assign(head, head + IO_HEAD_BYTES);
-    job.checksums[number] = crc32c(reinterpret_cast<const void*>(job.request.address + piece.at), piece.nbytes);
+    job.sum(first, count);
     return 0;
 }
 
@@ -207,22 +220,24 @@ struct IoPool::State {
         return into <= region->second && nbytes <= region->second - into;
     }
 
-    // Moves the next piece of the first job, and wakes whoever may go on beside it.
+    // Moves the next pieces of the first job, and wakes whoever may go on beside it. The more jobs are under way, the
+    // more pieces go with one call: then they keep the disk busy, and each call costs a wake-up.
     void work(std::unique_lock<std::mutex>& lock, Jobs& queue, std::byte* head) {
         const std::shared_ptr<Job> job = queue.front();
-        const std::size_t piece = --job->untaken;
-        if (piece == 0) queue.pop_front();
         running.emplace(job->ticket, job->request.id);
+        const std::size_t count = std::min({job->untaken, running.size(), PIECES_AT_ONCE_MAX});
+        const std::size_t first = job->untaken -= count;
+        if (first == 0) queue.pop_front();
         auto& alike = job->request.is_write ? write_waits : read_waits;
         const bool more = !queue.empty();
         const bool writes_may_start = !job->request.is_write && reads.empty() && !writes.empty();
         lock.unlock();
         if (more) alike.notify_one();
         if (writes_may_start) write_waits.notify_one();
-        const int error = (job->request.is_write ? write_piece : read_piece)(*job, piece, head);
+        const int error = (job->request.is_write ? write_pieces : read_pieces)(*job, first, count, head);
         lock.lock();
         if (job->error == 0) job->error = error;
-        if (--job->unfinished > 0) return;
+        if ((job->unfinished -= count) > 0) return;
         finish(*job);
         if (finished.size() > 1) return;  // it was said already
         lock.unlock();

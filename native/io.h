@@ -1,10 +1,11 @@
-// Batched file I/O by a pool of threads: pread and pwrite of a head block and a payload, a piece at a time, each
-// piece's checksum taken by the same thread while the bytes are still in its cache.
+// Batched file I/O by a pool of threads: pread and pwrite of a head block and a payload, in pieces, each piece's
+// checksum taken by the thread that moves it.
 //
 // Who does what: any thread submits; `n_read_threads` threads run reads and `n_write_threads` run writes, in order of
 // submission. Several threads may be at one request: its pieces go to whoever is free, so that a single request too
-// keeps a disk busy, and checksums are taken while other pieces are under way. The head goes with the first piece,
-// which is taken last: a head to be written bears the checksum of all. Reads go first: a piece of a write starts only
+// keeps a disk busy, and checksums are taken while other pieces are under way. Where many requests are under way a
+// thread takes several pieces and moves them with one call. The head goes with the first piece, which is taken last: a
+// head to be written bears the checksum of all. Reads go first: a piece of a write starts only
 // while no read waits, or after the write has waited WRITE_PATIENCE. One watcher thread looks after deadlines. Finished
 // requests are collected with `poll`; an eventfd becomes readable when there is something to collect, so an event loop
 // can watch it. One mutex guards the queues; no I/O is done under it.
