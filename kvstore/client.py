@@ -11,11 +11,12 @@ slots were taken back by an operator's removal takes another turn: what was gran
 hands then, and whoever copied into such slots meanwhile is told the same and does the same.
 
 A get copies first and compares generations after: bytes whose slot was handed out to somebody else meanwhile are never
-returned. A put makes a chunk visible only by a commit, sent after its copy's threads have fenced their stores. A round
-trip to the daemon takes a tenth of the time in which a batch of 128 MiB is copied, so a put has only one to wait for:
-its commits are one message, and a caller that puts batch after batch gets the next one's slots with the outcomes of
-this one. On two cores, to commit a first part while the last one is copied was no quicker: the copy pays for the second
-message.
+returned. A put makes a chunk visible only by a commit, sent after its copy's threads have fenced their stores. What a
+round trip to the daemon takes is a tenth of the time in which a batch of 128 MiB is copied, so a put waits for half of
+one: its commits are one message, made while the chunks are copied; that they are stored it sees in the table, which the
+daemon alone writes, before the answer has come (only that one says why a chunk is not); and a caller that puts batch
+after batch gets the next one's slots with this one's answer. On two cores, to commit a first part while the last one is
+copied was no quicker: the copy pays for the second message.
 
 If the daemon dies, calls in flight end with Unavailable (or with the bytes they had found: an instance's memory stays
 right as long as it is mapped) and the next call attaches again.
@@ -28,7 +29,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -548,9 +549,8 @@ class _Connection:
     def _offset(self, slot: int) -> int:
         return _native.slot_offset(slot, self._class_bytes, self._unit_bytes)
 
-    def _addresses(self, slots: Iterable[int]) -> NDArray[np.uint64]:
-        first = self._arena.address
-        return np.array([first + self._offset(slot) for slot in slots], np.uint64)
+    def _addresses(self, slots: list[int]) -> NDArray[np.uint64]:
+        return _native.slot_addresses(self._arena.address, slots, self._class_bytes, self._unit_bytes)
 
     def _refusal(self) -> PutOutcome:
         if self._steps.group.refused:
@@ -580,7 +580,7 @@ class _Connection:
         """
         tickets: list[int] = []
         try:
-            addresses = self._addresses(slot for slot, _ in grants)
+            addresses = self._addresses([slot for slot, _ in grants])
             if self._class_bytes > self._chunk_bytes:
                 for address in addresses.tolist():
                     _native.fill(address + self._chunk_bytes, self._class_bytes - self._chunk_bytes, 0)
@@ -629,7 +629,7 @@ class _Connection:
             job,
             sources,
             destinations,
-            np.full(len(sources), self._chunk_bytes, np.uint64),
+            self._chunk_bytes,
             table=self._table if slots is not None else None,
             slots=slots,
             generations=generations,

@@ -52,7 +52,7 @@ OUTCOMES_KEPT = 65_536  # of commits that nobody waits for, the newest so many
 RENEW_LEASES_S = LEASE_MS / 1000 / 3
 RECONNECT_BACKOFF_MIN_S, RECONNECT_BACKOFF_MAX_S = 0.01, 1.0
 CLOSE_TIMEOUT_S = 2.0
-LOOK_S, SHOWN_LOOKS = 0.00003, 100  # at the table, for what was committed: ten times as long as a daemon at rest takes
+LOOK_S, SHOWN_LOOKS = 0.00003, 100  # at the table: together several times what a daemon at rest takes to commit
 
 Ref = tuple[int, int]  # slot, generation
 
@@ -429,13 +429,11 @@ class Steps:
         """The outcomes of these commits. `shown`: whether the table shows all of them stored, which it may do before
         the answer has come. Unavailable: the daemon went, or did not answer in time."""
         self._session.require_own_process()
-
-        def settled() -> bool:
-            return all(ticket in self._outcomes for ticket in tickets) or (shown is not None and shown())
-
         with self._lock:
             self._flush()
-            self._wait_until(settled, timeout_s, "commits", looks=0 if shown is None else SHOWN_LOOKS)
+            self._wait_until(
+                lambda: all(ticket in self._outcomes for ticket in tickets), timeout_s, "commits", shown=shown
+            )
             outcomes = [self._outcomes.pop(ticket, None) for ticket in tickets]
             self._unasked.update(ticket for ticket, known in zip(tickets, outcomes, strict=True) if known is None)
             return [Outcome.STORED if known is None else known for known in outcomes]
@@ -504,8 +502,11 @@ class Steps:
             self._flushing = True
             self._to_send.notify_all()
 
-    def _wait_until(self, happened: Callable[[], bool], timeout_s: float, what: str, *, looks: int = 0) -> None:
-        """`looks`: so often look whether it has, LOOK_S apart, before only a notice makes this look again."""
+    def _wait_until(
+        self, happened: Callable[[], bool], timeout_s: float, what: str, *, shown: Callable[[], bool] | None = None
+    ) -> None:
+        """`shown` is looked at SHOWN_LOOKS times, LOOK_S apart; `happened` whenever there is a notice."""
+        looks = 0 if shown is None else SHOWN_LOOKS
         deadline_s = time.monotonic() + timeout_s
         while True:
             if self._failure is not None:
@@ -518,6 +519,8 @@ class Steps:
             if left_s <= 0:
                 raise Unavailable(f"the daemon did not answer {what} within {timeout_s:g} s")
             self._changed.wait(min(left_s, LOOK_S) if looks > 0 else left_s)
+            if shown is not None and looks > 0 and shown():
+                return
             looks -= 1
 
     def _want(self, count: int, kind: int, tails: Collection[Ref]) -> None:
