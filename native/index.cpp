@@ -105,27 +105,16 @@ std::vector<CommitCode> Index::commit(std::uint64_t group, const Id& name_space,
                                       std::uint64_t now_ms, bool is_use) {
     std::vector<CommitCode> codes;
     codes.reserve(commits.size());
-    std::vector<Digest> digests;
-    digests.reserve(commits.size());
-    for (const Commit& commit : commits) {  // what each touches is fetched while the others' is
-        digests.push_back(hasher_for(index_key_, name_space, commit.tenant)(commit.key));
-        table_.prefetch(digests.back());
-        policy_.prefetch(digests.back());
-        if (const Slot* slot = slabs_.find(commit.at.slot)) {
-            __builtin_prefetch(slot);
-            table_.prefetch_generation(commit.at.slot);
-        }
-    }
     Stored previous;
-    for (std::size_t i = 0; i < commits.size(); ++i) {
-        codes.push_back(commit_one(group, name_space, commits[i], digests[i], now_ms, is_use, previous));
+    for (const Commit& commit : commits) {
+        codes.push_back(commit_one(group, name_space, commit, now_ms, is_use, previous));
     }
     forget_if_idle(group);
     return codes;
 }
 
-CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Commit& commit, const Digest& digest,
-                             std::uint64_t now_ms, bool is_use, Stored& previous) {
+CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Commit& commit, std::uint64_t now_ms,
+                             bool is_use, Stored& previous) {
     const Stored before = std::exchange(previous, {});
     if (!is_granted(group, commit.at)) {
         const std::uint32_t committed = chunk_at(commit.at);
@@ -138,6 +127,9 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
         return CommitCode::NOT_GRANTED;
     }
     if (arena_ && holds_poison(commit.at.slot)) ++poison_commit_count_;
+    const Hasher hasher = hasher_for(index_key_, name_space, commit.tenant);
+    const Digest digest = hasher(commit.key);
+    policy_.prefetch(digest);
     bool other = false;
     if (find(digest, name_space, commit.tenant, commit.key, &other) != NO_RECORD) {
         drop_grant(group, commit.at.slot);
@@ -157,7 +149,7 @@ CommitCode Index::commit_one(std::uint64_t group, const Id& name_space, const Co
         parent_digest = before.digest;
         parent = before.record;
     } else if (!commit.parent.empty()) {
-        parent_digest = hasher_for(index_key_, name_space, commit.tenant)(commit.parent);
+        parent_digest = hasher(commit.parent);
         parent = find(parent_digest, name_space, commit.tenant, commit.parent);
     }
     const bool cut_off = !commit.parent.empty() && parent == NO_RECORD;

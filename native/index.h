@@ -281,8 +281,8 @@ class Index {
         Digest digest;
         std::uint32_t record = NO_RECORD;  // none
     };
-    CommitCode commit_one(std::uint64_t group, const Id& name_space, const Commit& commit, const Digest& digest,
-                          std::uint64_t now_ms, bool is_use, Stored& previous);
+    CommitCode commit_one(std::uint64_t group, const Id& name_space, const Commit& commit, std::uint64_t now_ms,
+                          bool is_use, Stored& previous);
     bool removed_since(std::uint32_t epoch, const Id& name_space, const Id& tenant) const;
     // The record of exactly this key, or NO_RECORD; `other` says whether its digest belongs to another key.
     std::uint32_t find(const Digest& digest, const Id& name_space, const Id& tenant, Bytes key,

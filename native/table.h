@@ -136,7 +136,6 @@ class TableWriter {
     void set_ready(std::uint64_t nbytes) { header_->ready_bytes.store(nbytes, std::memory_order_relaxed); }
 
     void prefetch(const Digest& digest) const;
-    void prefetch_generation(std::uint32_t slot) const { __builtin_prefetch(&generations_[slot]); }
     // The record that `insert` was given, or NO_RECORD.
     std::uint32_t find(const Digest& digest) const;
     // The records in all places where `insert` would look.

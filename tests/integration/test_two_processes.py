@@ -147,18 +147,21 @@ def test_slots_for_the_next_put_come_with_the_outcomes_of_this_one_and_end_with_
         assert connection is not None
         steps = connection._steps
         assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
+        steps.settle(WAIT_S)
         assert steps.grants_free() == 0  # this may have been the only one
         steps.keep_grants([1 << 30])  # so that the clock has no say in this
         connection._put_ended_s = math.inf
         assert client.put("s", {key(name): payload(name) for name in range(2, 7)}) == dict.fromkeys(
             map(key, range(2, 7)), Stored()
         )
+        steps.settle(WAIT_S)
         assert steps.grants_free() == 5
         connection._put_ended_s = math.inf
         with connection._one_more_put():  # as in another thread, which may begin before these outcomes
             assert client.put("s", {key(name): payload(name) for name in range(7, 10)}) == dict.fromkeys(
                 map(key, range(7, 10)), Stored()
             )
+        steps.settle(WAIT_S)
         assert steps.grants_free() == 6
         assert admin.remove(daemon.endpoint, admin.selection())["evicted_chunks"] == 9
         assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
