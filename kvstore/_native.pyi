@@ -65,6 +65,9 @@ def addresses_of(views: list[memoryview]) -> NDArray[np.uint64]:
     """Where their memory begins: theirs for as long as they are, and are not released. TypeError."""
 
 def slot_offset(slot: int, class_bytes: int, unit_bytes: int) -> int: ...
+def slot_addresses(arena: int, slots: list[int], class_bytes: int, unit_bytes: int) -> NDArray[np.uint64]:
+    """Of an arena mapped at that address."""
+
 def create_memfd(name: str, nbytes: int) -> int:
     """A memfd of mode 0600, not executable where the kernel can say so, close-on-exec. OSError on failure."""
 
@@ -176,13 +179,14 @@ class Copier:
         job: int,
         sources: NDArray[np.uint64],
         destinations: NDArray[np.uint64],
-        sizes: NDArray[np.uint64],
+        sizes: NDArray[np.uint64] | int,
         *,
         table: Table | None = None,
         slots: NDArray[np.uint32] | None = None,
         generations: NDArray[np.uint64] | None = None,
     ) -> None:
-        """With a table: after the copy each slot's generation is compared, and those that changed are reported.
+        """`sizes`: in bytes, one for all or each its own. With a table: after the copy each slot's generation is
+        compared, and those that changed are reported.
 
         ValueError also for a job number that is queued or running.
         """

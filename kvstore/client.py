@@ -11,11 +11,12 @@ slots were taken back by an operator's removal takes another turn: what was gran
 hands then, and whoever copied into such slots meanwhile is told the same and does the same.
 
 A get copies first and compares generations after: bytes whose slot was handed out to somebody else meanwhile are never
-returned. A put makes a chunk visible only by a commit, sent after its copy's threads have fenced their stores. A round
-trip to the daemon takes a tenth of the time in which a batch of 128 MiB is copied, so a put has only one to wait for:
-its commits are one message, and a caller that puts batch after batch gets the next one's slots with the outcomes of
-this one. On two cores, to commit a first part while the last one is copied was no quicker: the copy pays for the second
-message.
+returned. A put makes a chunk visible only by a commit, sent after its copy's threads have fenced their stores. What a
+round trip to the daemon takes is a tenth of the time in which a batch of 128 MiB is copied, so a put waits for half of
+one: its commits are one message, made while the chunks are copied; that they are stored it sees in the table, which the
+daemon alone writes, before the answer has come (only that one says why a chunk is not); and a caller that puts batch
+after batch gets the next one's slots with this one's answer. On two cores, to commit a first part while the last one is
+copied was no quicker: the copy pays for the second message.
 
 If the daemon dies, calls in flight end with Unavailable (or with the bytes they had found: an instance's memory stays
 right as long as it is mapped) and the next call attaches again.
@@ -28,7 +29,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -58,7 +59,7 @@ from kvstore.limits import (
     PROMOTES_PER_ROUND,
 )
 from kvstore.session import Attachment, Kind, Role, Session
-from kvstore.steps import Outcome, Ref, Steps
+from kvstore.steps import Outcome, Ref, Steps, commits_of
 
 if TYPE_CHECKING:  # of collections.abc from Python 3.12 on
     from typing_extensions import Buffer
@@ -357,12 +358,12 @@ class _Connection:
                 ahead = self._slots_ahead(len(absent))
                 tickets = self._put_absent(tenant, keys, payloads, absent, refs, outcomes, ahead=ahead)
                 self._put_ended_s = time.monotonic()
-            late = self._settled(keys, absent, tickets, outcomes)
+            late = self._settled(tenant, keys, absent, refs, tickets, outcomes)
             if late:  # an operator removed chunks after these slots had come and, it may be, before this call
                 with self._put_turn:
                     self._steps.return_grants()
                     tickets = self._put_absent(tenant, keys, payloads, late, refs, outcomes, ahead=0, again=True)
-                self._settled(keys, late, tickets, outcomes)
+                self._settled(tenant, keys, late, refs, tickets, outcomes)
         return outcomes
 
     @contextlib.contextmanager
@@ -401,39 +402,62 @@ class _Connection:
         `refs`, and `outcomes` of the rest. Returns the commits' tickets. `ahead`: slots to have that only a later call
         will use. `again`: the call has used its keys already."""
         tickets: list[int] = []
-        while len(tickets) < len(absent):
-            rest = absent[len(tickets) :]
-            tail = refs[rest[0] - 1 : rest[0]]  # nothing before the first chunk
-            grants = self._steps.wait_grants(len(rest), self._timeout_s, tails=tail)
-            if not grants:
-                refusal = self._refusal()
-                outcomes.update((keys[position], refusal) for position in rest)
-                self._tell_refused([keys[position] for position in rest])
-                break
-            batch = rest[: len(grants)]
-            for ref, position in zip(grants, batch, strict=True):
-                refs[position] = ref
-            tickets += self._store(tenant, keys, payloads, batch, grants, later=len(rest) - len(batch) or ahead)
-        # One use of each: its commit's, or else this touch's; then the whole chain, so that no parent is older.
-        committed = set(absent[: len(tickets)])
-        if not again and len(committed) < len(keys):
-            self._steps.touch(tenant, [key for position, key in enumerate(keys) if position not in committed])
-        if committed:
-            self._steps.touch(tenant, keys, again=len(keys))
+        with contextlib.ExitStack() as lent:
+            while len(tickets) < len(absent):
+                rest = absent[len(tickets) :]
+                tail = refs[rest[0] - 1 : rest[0]]  # nothing before the first chunk
+                grants = self._steps.wait_grants(len(rest), self._timeout_s, tails=tail)
+                if not grants:
+                    refusal = self._refusal()
+                    outcomes.update((keys[position], refusal) for position in rest)
+                    self._tell_refused([keys[position] for position in rest])
+                    break
+                batch = rest[: len(grants)]
+                for ref, position in zip(grants, batch, strict=True):
+                    refs[position] = ref
+                later = len(rest) - len(batch) or ahead
+                tickets += self._store(tenant, keys, payloads, batch, grants, lent, later=later)
+            # One use of each: its commit's, or else this touch's; then the whole chain, so that no parent is older.
+            if not again and len(tickets) < len(keys):
+                committed = set(absent[: len(tickets)])
+                self._steps.touch(tenant, [key for position, key in enumerate(keys) if position not in committed])
+            if tickets:
+                self._steps.touch(tenant, keys, again=len(keys))
+            self._steps.flush()  # and only then take the caller's memory back, while these are on their way
         return tickets
 
     def _settled(
-        self, keys: list[bytes], absent: list[int], tickets: list[int], outcomes: dict[bytes, PutOutcome]
+        self,
+        tenant: bytes,
+        keys: list[bytes],
+        absent: list[int],
+        refs: list[Ref],
+        tickets: list[int],
+        outcomes: dict[bytes, PutOutcome],
     ) -> list[int]:
         """Wait for what came of the commits, write `outcomes`. Returns the positions whose slots the daemon had taken
         back."""
-        settled = self._steps.wait(tickets, self._timeout_s)
+        committed = absent[: len(tickets)]
+
+        def shown() -> bool:
+            return all(
+                self._shown(tenant, [keys[at] for at in part], [refs[at] for at in part])
+                for part in (committed[-1:], committed)  # the last one is the last to appear
+            )
+
+        settled = self._steps.wait(tickets, self._timeout_s, shown=shown)
         late = []
         for position, outcome in zip(absent, settled, strict=False):
             outcomes[keys[position]] = _PUT_OUTCOMES[outcome]
             if outcome is Outcome.NOT_GRANTED:
                 late.append(position)
         return late
+
+    def _shown(self, tenant: bytes, keys: list[bytes], refs: list[Ref]) -> bool:
+        """Whether the table, which the daemon alone writes, shows each chunk in the slot that was granted for it."""
+        codes, slots, generations = self.find(tenant, keys)
+        there = list(zip(slots.tolist(), generations.tolist(), strict=True)) == refs
+        return there and codes == bytes([_native.CPU]) * len(keys)
 
     def get(self, tenant: bytes, keys: Sequence[bytes], timeout_s: float) -> list[bytes | None]:
         copies: list[bytes | None] = [None] * len(keys)
@@ -525,9 +549,8 @@ class _Connection:
     def _offset(self, slot: int) -> int:
         return _native.slot_offset(slot, self._class_bytes, self._unit_bytes)
 
-    def _addresses(self, slots: Iterable[int]) -> NDArray[np.uint64]:
-        first = self._arena.address
-        return np.array([first + self._offset(slot) for slot in slots], np.uint64)
+    def _addresses(self, slots: list[int]) -> NDArray[np.uint64]:
+        return _native.slot_addresses(self._arena.address, slots, self._class_bytes, self._unit_bytes)
 
     def _refusal(self) -> PutOutcome:
         if self._steps.group.refused:
@@ -547,31 +570,34 @@ class _Connection:
         payloads: list[memoryview],
         positions: list[int],
         grants: list[Ref],
+        lent: contextlib.ExitStack,
         *,
         later: int,
     ) -> list[int]:
         """Copy into the granted slots, payload and zeroed padding, and commit. Returns the commits' tickets. On any
-        error the slots of what was not committed are given back. `later`: how many slots there shall be after these;
-        the message asks for those that are missing.
+        error the slots of what was not committed are given back. `lent`: until its end the caller's memory is ours.
+        `later`: how many slots there shall be after these; the message asks for those that are missing.
         """
         tickets: list[int] = []
         try:
-            addresses = self._addresses(slot for slot, _ in grants)
+            addresses = self._addresses([slot for slot, _ in grants])
             if self._class_bytes > self._chunk_bytes:
                 for address in addresses.tolist():
                     _native.fill(address + self._chunk_bytes, self._class_bytes - self._chunk_bytes, 0)
             sources = _native.addresses_of([payloads[position] for position in positions])
-            with self._lent(sources) as job:
-                self._submit(job, sources, addresses)
-                own = [keys[position] for position in positions]  # while the threads copy
-                parents = [keys[position - 1] if position else b"" for position in positions]
-                if self._ended_copy(job).failed:
-                    raise Unavailable("the copy into the arena was ended by a close in another thread")
-                tickets += self._steps.commit_many(grants, tenant, own, parents)
-                coming = self._steps.grants_coming()  # before the others: what arrives between is not asked for again
-                self._steps.want_grants(later - coming - self._steps.grants_free(), tails=grants[-1:])
+            job = lent.enter_context(self._lent(sources))
+            self._submit(job, sources, addresses)
+            own = [keys[position] for position in positions]
+            parents = [keys[position - 1] if position else b"" for position in positions]
+            commits = commits_of(grants, tenant, own, parents)  # while the threads copy
+            if self._ended_copy(job).failed:
+                raise Unavailable("the copy into the arena was ended by a close in another thread")
+            tickets += self._steps.commit_many(commits)
+            coming = self._steps.grants_coming()  # before the others: what arrives between is not asked for again
+            self._steps.want_grants(later - coming - self._steps.grants_free(), tails=grants[-1:])
         finally:
-            if len(tickets) < len(grants):  # the copying threads have left these slots, whatever happened
+            if len(tickets) < len(grants):
+                lent.close()  # waits until the copying threads have left these slots, whatever happened
                 for slot, generation in grants[len(tickets) :]:
                     self._steps.abort(slot, generation)
                 self._steps.flush()
@@ -603,7 +629,7 @@ class _Connection:
             job,
             sources,
             destinations,
-            np.full(len(sources), self._chunk_bytes, np.uint64),
+            self._chunk_bytes,
             table=self._table if slots is not None else None,
             slots=slots,
             generations=generations,

@@ -52,6 +52,7 @@ OUTCOMES_KEPT = 65_536  # of commits that nobody waits for, the newest so many
 RENEW_LEASES_S = LEASE_MS / 1000 / 3
 RECONNECT_BACKOFF_MIN_S, RECONNECT_BACKOFF_MAX_S = 0.01, 1.0
 CLOSE_TIMEOUT_S = 2.0
+LOOK_S, SHOWN_LOOKS = 0.00003, 100  # at the table: together several times what a daemon at rest takes to commit
 
 Ref = tuple[int, int]  # slot, generation
 
@@ -73,16 +74,10 @@ _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 
 
 class _Batch(NamedTuple):
-    """Commits that travel together: an item of each list for each."""
+    """Commits that travel together, a ticket for each."""
 
-    tenant: bytes
-    memory_only: bool
-    slots: list[int]
-    generations: list[int]
-    keys: list[bytes]
-    parents: list[bytes]
+    commits: store_pb2.Commits
     tickets: list[int]
-    decision: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +151,7 @@ class Steps:
 
         self._tickets = 0
         self._outcomes: OrderedDict[int, Outcome] = OrderedDict()
+        self._unasked: set[int] = set()  # tickets whose outcomes nobody will ask for
         self._number = 0
         self._answered = 0
         self._fresh_number = 0  # grants answered to earlier messages belong to the namespace left behind
@@ -241,28 +237,25 @@ class Steps:
             self._operations += 1
             return self._tickets
 
-    def commit_many(
-        self, refs: Sequence[Ref], tenant: bytes, keys: Sequence[bytes], parents: Sequence[bytes]
-    ) -> list[int]:
-        """As `commit`, for a caller that waits for the outcomes, which bounds the queue: a full one aborts none of
-        them. Returns their tickets."""
+    def commit_many(self, commits: Sequence[store_pb2.Commits]) -> list[int]:
+        """As `commit`, of what `commits_of` has made, for a caller that waits for the outcomes, which bounds the queue:
+        a full one aborts none of them. Returns their tickets."""
         self._session.require_own_process()
+        tickets: list[int] = []
         with self._lock:
-            tickets = list(range(self._tickets + 1, self._tickets + 1 + len(refs)))
-            self._tickets += len(refs)
             self._grants_used_s = time.monotonic()
-            if self._accepting():
-                if self._operations + len(refs) > QUEUED_OPERATIONS_MAX:
+            for each in commits:
+                count = len(each.keys)
+                first = self._tickets + 1
+                self._tickets += count
+                tickets += range(first, first + count)
+                if not self._accepting():
+                    continue
+                if self._operations + count > QUEUED_OPERATIONS_MAX:
                     self._drop_touches()
-                for begin in range(0, len(refs), OPERATIONS_PER_STEP_MAX):
-                    part = slice(begin, begin + OPERATIONS_PER_STEP_MAX)
-                    slots, generations = map(list, zip(*refs[part], strict=True))
-                    batch = _Batch(
-                        tenant, False, slots, generations, list(keys[part]), list(parents[part]), tickets[part], 0
-                    )
-                    self._commits.append(batch)
-                self._operations += len(refs)
-            return tickets
+                self._commits.append(_Batch(each, tickets[-count:]))
+                self._operations += count
+        return tickets
 
     def abort(self, slot: int, generation: int) -> None:
         with self._lock:
@@ -430,13 +423,20 @@ class Steps:
 
     # -- for the client: these wait ----------------------------------------------------------------------------------
 
-    def wait(self, tickets: Sequence[int], timeout_s: float) -> list[Outcome]:
-        """The outcomes of these commits. Unavailable: the daemon went, or did not answer in time."""
+    def wait(
+        self, tickets: Sequence[int], timeout_s: float, *, shown: Callable[[], bool] | None = None
+    ) -> list[Outcome]:
+        """The outcomes of these commits. `shown`: whether the table shows all of them stored, which it may do before
+        the answer has come. Unavailable: the daemon went, or did not answer in time."""
         self._session.require_own_process()
         with self._lock:
             self._flush()
-            self._wait_until(lambda: all(ticket in self._outcomes for ticket in tickets), timeout_s, "commits")
-            return [self._outcomes.pop(ticket) for ticket in tickets]
+            self._wait_until(
+                lambda: all(ticket in self._outcomes for ticket in tickets), timeout_s, "commits", shown=shown
+            )
+            outcomes = [self._outcomes.pop(ticket, None) for ticket in tickets]
+            self._unasked.update(ticket for ticket, known in zip(tickets, outcomes, strict=True) if known is None)
+            return [Outcome.STORED if known is None else known for known in outcomes]
 
     def wait_grants(self, count: int, timeout_s: float, *, tails: Collection[Ref] = ()) -> list[Ref]:
         """Up to `count` slots of kind 0; fewer (see `grants_short`) once the daemon has answered. Unavailable."""
@@ -502,7 +502,11 @@ class Steps:
             self._flushing = True
             self._to_send.notify_all()
 
-    def _wait_until(self, happened: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def _wait_until(
+        self, happened: Callable[[], bool], timeout_s: float, what: str, *, shown: Callable[[], bool] | None = None
+    ) -> None:
+        """`shown` is looked at SHOWN_LOOKS times, LOOK_S apart; `happened` whenever there is a notice."""
+        looks = 0 if shown is None else SHOWN_LOOKS
         deadline_s = time.monotonic() + timeout_s
         while True:
             if self._failure is not None:
@@ -514,7 +518,10 @@ class Steps:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise Unavailable(f"the daemon did not answer {what} within {timeout_s:g} s")
-            self._changed.wait(left_s)
+            self._changed.wait(min(left_s, LOOK_S) if looks > 0 else left_s)
+            if shown is not None and looks > 0 and shown():
+                return
+            looks -= 1
 
     def _want(self, count: int, kind: int, tails: Collection[Ref]) -> None:
         if count > 0:
@@ -541,17 +548,17 @@ class Steps:
         batch = self._commits[-1] if self._commits else None
         if (
             batch is None
-            or batch.tenant != tenant
-            or batch.memory_only is not memory_only
-            or batch.decision != decision
+            or batch.commits.tenant != tenant
+            or batch.commits.memory_only is not memory_only
+            or batch.commits.decision != decision
             or len(batch.tickets) >= OPERATIONS_PER_STEP_MAX
         ):
-            batch = _Batch(tenant, memory_only, [], [], [], [], [], decision)
+            batch = _Batch(store_pb2.Commits(tenant=tenant, memory_only=memory_only, decision=decision), [])
             self._commits.append(batch)
-        batch.slots.append(slot)
-        batch.generations.append(generation)
-        batch.keys.append(key)
-        batch.parents.append(parent)
+        batch.commits.slots.append(slot)
+        batch.commits.generations.append(generation)
+        batch.commits.keys.append(key)
+        batch.commits.parents.append(parent)
         batch.tickets.append(self._tickets)
 
     def _abort(self, ref: Ref) -> None:
@@ -586,7 +593,11 @@ class Steps:
         return len(self._grants[kind]) - (kept[kind] if kind < len(kept) else 0)
 
     def _settle_tickets(self, outcomes: Iterable[tuple[int, Outcome]]) -> None:
-        self._outcomes.update(outcomes)
+        for ticket, outcome in outcomes:
+            if ticket in self._unasked:
+                self._unasked.discard(ticket)
+            else:
+                self._outcomes[ticket] = outcome
         while len(self._outcomes) > OUTCOMES_KEPT:
             self._outcomes.popitem(last=False)
 
@@ -672,15 +683,7 @@ class Steps:
         tickets: list[int] = []
         while self._commits and len(self._commits[0].tickets) <= room:
             batch = self._commits.popleft()
-            request.commits.add(
-                tenant=batch.tenant,
-                slots=batch.slots,
-                generations=batch.generations,
-                keys=batch.keys,
-                parents=batch.parents,
-                memory_only=batch.memory_only,
-                decision=batch.decision,
-            )
+            request.commits.append(batch.commits)
             tickets += batch.tickets
             room -= len(batch.tickets)
         unused = 0
@@ -756,7 +759,7 @@ class Steps:
                     self._left += zip(commits.slots, commits.generations, strict=True)
                 self._left += [(at.slot, at.generation) for at in unanswered.request.aborts]
             for batch in self._commits:
-                self._left += zip(batch.slots, batch.generations, strict=True)
+                self._left += zip(batch.commits.slots, batch.commits.generations, strict=True)
             self._left += itertools.chain(self._aborts, *self._grants.values())
             self._break(refusal)
         self._session.give_up(refusal)
@@ -826,12 +829,31 @@ class Steps:
         self._news.decisions.clear()
         self._news.learned, self._news.learned_wanted = {}, False
         self._unanswered.clear()
+        self._unasked.clear()
         self._wanted.clear()
         self._grants_coming.clear()
         self._operations = 0
         self._probe, self._fresh, self._ping, self._flushing = None, False, False, False
         self._changed.notify_all()
         self._to_send.notify_all()
+
+
+def commits_of(
+    refs: Sequence[Ref], tenant: bytes, keys: Sequence[bytes], parents: Sequence[bytes]
+) -> list[store_pb2.Commits]:
+    """For `Steps.commit_many`, as large as messages are. Apart from it, for this can be done while the chunks are still
+    being copied."""
+    return [
+        store_pb2.Commits(
+            tenant=tenant,
+            slots=(slot for slot, _ in refs[part]),
+            generations=(generation for _, generation in refs[part]),
+            keys=keys[part],
+            parents=parents[part],
+        )
+        for begin in range(0, len(refs), OPERATIONS_PER_STEP_MAX)
+        for part in [slice(begin, begin + OPERATIONS_PER_STEP_MAX)]
+    ]
 
 
 def _slot_ref(ref: Ref) -> store_pb2.SlotRef:

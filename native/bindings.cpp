@@ -9,12 +9,14 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <system_error>
+#include <variant>
 
 #include "arena.h"
 #include "checksum.h"
@@ -146,6 +148,15 @@ NumpyArray<std::uint64_t> addresses_of(const nb::list& views) {
         addresses[i] = reinterpret_cast<std::uint64_t>(PyMemoryView_GET_BUFFER(views[i].ptr())->buf);
     }
     return numpy_of(std::move(addresses), views.size());
+}
+
+NumpyArray<std::uint64_t> slot_addresses(std::uint64_t arena, const nb::list& slots, std::uint64_t class_bytes,
+                                         std::uint64_t unit_bytes) {
+    auto addresses = std::make_unique<std::uint64_t[]>(slots.size());
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        addresses[i] = arena + slot_offset(nb::cast<std::uint32_t>(slots[i]), class_bytes, unit_bytes);
+    }
+    return numpy_of(std::move(addresses), slots.size());
 }
 
 // One row a piece, its fields in the order of `Piece`.
@@ -297,6 +308,14 @@ std::vector<Fragment> fragments_of(const Array<std::uint64_t>& sources, const Ar
     return fragments;
 }
 
+std::vector<Fragment> fragments_of(const Array<std::uint64_t>& sources, const Array<std::uint64_t>& destinations,
+                                   std::uint64_t nbytes) {
+    const std::size_t count = check_equal(sources.shape(0), destinations.shape(0), "sources and destinations");
+    std::vector<Fragment> fragments(count);
+    for (std::size_t i = 0; i < count; ++i) fragments[i] = {sources.data()[i], destinations.data()[i], nbytes};
+    return fragments;
+}
+
 Expected expected_of(const PyTable* table, const std::optional<Array<std::uint32_t>>& slots,
                      const std::optional<Array<std::uint64_t>>& generations) {
     if ((table != nullptr) != slots.has_value() || slots.has_value() != generations.has_value()) {
@@ -331,10 +350,11 @@ struct PyCopier {
         for (const std::uint64_t address : span_of(addresses)) copier->remove_region(address);
     }
     void submit(std::uint64_t job, const Array<std::uint64_t>& sources, const Array<std::uint64_t>& destinations,
-                const Array<std::uint64_t>& sizes, const PyTable* table,
+                const std::variant<std::uint64_t, Array<std::uint64_t>>& sizes, const PyTable* table,
                 const std::optional<Array<std::uint32_t>>& slots,
                 const std::optional<Array<std::uint64_t>>& generations) {
-        std::vector<Fragment> fragments = fragments_of(sources, destinations, sizes);
+        std::vector<Fragment> fragments =
+            std::visit([&](const auto& nbytes) { return fragments_of(sources, destinations, nbytes); }, sizes);
         Expected expected = expected_of(table, slots, generations);
         nb::gil_scoped_release unlocked;
         copier->submit(job, std::move(fragments), std::move(expected));
@@ -767,6 +787,7 @@ NB_MODULE(_native, m) {
     m.def("class_bytes", &class_bytes_of, "chunk_bytes"_a);
     m.def("addresses_of", &addresses_of, "views"_a);
     m.def("slot_offset", &slot_offset, "slot"_a, "class_bytes"_a, "unit_bytes"_a);
+    m.def("slot_addresses", &slot_addresses, "arena"_a, "slots"_a, "class_bytes"_a, "unit_bytes"_a);
     m.def("create_memfd", &create_memfd, "name"_a, "nbytes"_a);
     m.def("seal_arena", &seal_arena, "fd"_a);
     m.def("seal_table", &seal_table, "fd"_a);

@@ -147,18 +147,21 @@ def test_slots_for_the_next_put_come_with_the_outcomes_of_this_one_and_end_with_
         assert connection is not None
         steps = connection._steps
         assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
+        steps.settle(WAIT_S)
         assert steps.grants_free() == 0  # this may have been the only one
         steps.keep_grants([1 << 30])  # so that the clock has no say in this
         connection._put_ended_s = math.inf
         assert client.put("s", {key(name): payload(name) for name in range(2, 7)}) == dict.fromkeys(
             map(key, range(2, 7)), Stored()
         )
+        steps.settle(WAIT_S)
         assert steps.grants_free() == 5
         connection._put_ended_s = math.inf
         with connection._one_more_put():  # as in another thread, which may begin before these outcomes
             assert client.put("s", {key(name): payload(name) for name in range(7, 10)}) == dict.fromkeys(
                 map(key, range(7, 10)), Stored()
             )
+        steps.settle(WAIT_S)
         assert steps.grants_free() == 6
         assert admin.remove(daemon.endpoint, admin.selection())["evicted_chunks"] == 9
         assert client.put("s", {key(1): payload(1)}) == {key(1): Stored()}
@@ -235,9 +238,9 @@ def test_the_next_put_is_copied_while_commits_are_on_their_way(monkeypatch: pyte
         steps, commit_many = connection._steps, connection._steps.commit_many
         committed: queue.Queue[list[bytes]] = queue.Queue()
 
-        def seen_commit(*arguments: Any) -> list[int]:
-            committed.put(arguments[2])
-            return commit_many(*arguments)
+        def seen_commit(commits: Any) -> list[int]:
+            committed.put(list(commits[0].keys))
+            return commit_many(commits)
 
         def put(name: int) -> None:
             outcomes[name] = client.put("s", {key(1): payload(name), key(name): payload(name)})
@@ -266,6 +269,37 @@ def test_the_next_put_is_copied_while_commits_are_on_their_way(monkeypatch: pyte
         assert daemon.tier()["chunks"] == 3
         steps.keep_grants([])
         eventually(lambda: daemon.tier()["granted_bytes"] == 0, "no slot is left over")
+
+
+def test_a_put_ends_when_the_table_shows_its_chunks_though_the_answer_is_still_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "HEARTBEAT_STALE_MS", math.inf)
+    monkeypatch.setattr(steps_module, "SHOWN_LOOKS", 1 << 30)
+    with running_daemon() as daemon, client_of(daemon, timeout_s=WAIT_S) as client:
+        connection = client._connection
+        assert connection is not None
+        steps, apply = connection._steps, connection._steps._apply
+        steps.want_grants(2)
+        steps.settle(WAIT_S)
+        answers: queue.Queue[Any] = queue.Queue()
+        steps._apply = answers.put  # type: ignore[method-assign]
+        assert client.put("s", {key(1): payload(1), key(2): payload(2)}) == {key(1): Stored(), key(2): Stored()}
+        assert client.lookup("s", [key(1), key(2)]) == [Lookup.CPU, Lookup.CPU]
+        apply(answers.get(timeout=WAIT_S))
+        assert (steps._outcomes, steps._unasked, steps._unanswered) == ({}, set(), {})
+        del steps._apply
+        # Of one that somebody else stored meanwhile the table shows another slot: that is not this put's.
+        with client_of(daemon) as other:
+            commit_many = steps.commit_many
+
+            def beaten(commits: Any) -> list[int]:
+                assert other.put("s", {key(4): payload(5)}) == {key(4): Stored()}
+                return commit_many(commits)
+
+            steps.commit_many = beaten  # type: ignore[method-assign]
+            assert client.put("s", {key(3): payload(3), key(4): payload(4)}) == {key(3): Stored(), key(4): Present()}
+        assert client.get("s", [key(3), key(4)]) == [payload(3), payload(5)]
 
 
 def test_slots_of_puts_in_two_threads_that_a_removal_took_back_are_made_up_for() -> None:

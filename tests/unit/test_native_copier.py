@@ -143,6 +143,18 @@ def test_a_removed_region_can_not_be_copied_to(copier: _native.Copier) -> None:
         copier.remove_region(buffers.target.ctypes.data)
 
 
+def test_fragments_may_have_one_size(copier: _native.Copier) -> None:
+    buffers = Buffers(copier, 4 * KIB)
+    sources, targets, _ = buffers.fragments([(0, 1000, 0), (2000, 3000, 0)])
+    copier.submit(1, sources, targets, 100)
+    assert copier.wait([1], WAIT_S)
+    expected = np.zeros(4 * KIB, np.uint8)
+    expected[1000:1100], expected[3000:3100] = buffers.source[:100], buffers.source[2000:2100]
+    assert np.array_equal(buffers.target, expected)
+    with pytest.raises(ValueError, match="sources and destinations differ in length"):
+        copier.submit(2, sources, targets[:1], 100)
+
+
 def test_regions_of_one_size_are_added_and_removed_together_or_not_at_all(copier: _native.Copier) -> None:
     views = [memoryview(bytearray(100)) for _ in range(3)]
     addresses = _native.addresses_of(views)

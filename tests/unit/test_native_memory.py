@@ -249,6 +249,7 @@ def test_slot_offsets_follow_units_and_places() -> None:
     assert _native.slot_offset(0, 8192, 65536) == 0
     assert _native.slot_offset(3, 8192, 65536) == 3 * 8192
     assert _native.slot_offset(2 * 16 + 1, 8192, 65536) == 2 * 65536 + 8192
+    assert _native.slot_addresses(10, [0, 3, 33], 8192, 65536).tolist() == [10, 10 + 3 * 8192, 10 + 2 * 65536 + 8192]
     with pytest.raises(ValueError, match="multiples of 4096"):
         _native.slot_offset(0, 5, 65536)
     with pytest.raises(ValueError, match="multiples of 4096"):

@@ -17,7 +17,7 @@ from kvstore.limits import OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
 from kvstore.rpc.status import ERROR_METADATA_KEY
 from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
 from kvstore.session import GroupState, KindState
-from kvstore.steps import Outcome, Steps
+from kvstore.steps import Outcome, Steps, commits_of
 
 TENANT = b"t" * 16
 WAIT_S = 10.0
@@ -166,7 +166,7 @@ def test_commits_travel_in_order_together_with_those_of_their_tenant_as_far_as_a
     tickets = [steps.commit(slot, 1, TENANT, keys[slot], b"") for slot in range(2)]
     tickets += [steps.commit(slot, 1, other, keys[slot], b"") for slot in range(2, 4)]
     tickets += [steps.commit(4, 1, other, keys[4], keys[3], memory_only=True)]
-    tickets += steps.commit_many([(slot, 1) for slot in range(5, count)], TENANT, keys[5:], keys[4:-1])
+    tickets += steps.commit_many(commits_of([(slot, 1) for slot in range(5, count)], TENANT, keys[5:], keys[4:-1]))
     steps.abort(count, 1)
     outcomes = steps.wait(tickets, WAIT_S)
     assert outcomes == [Outcome.PRESENT if slot % 3 == 0 else Outcome.STORED for slot in range(count)]
@@ -382,6 +382,41 @@ def test_grants_asked_for_before_a_fresh_namespace_are_given_back(daemon: FakeDa
     assert len(steps.wait_grants(1, WAIT_S)) == 1
 
 
+def test_commits_that_the_table_shows_are_not_waited_for_and_their_answer_is_kept_for_nobody(
+    daemon: FakeDaemon, steps: Steps
+) -> None:
+    daemon.go_on.clear()
+    tickets = [steps.commit(slot, 1, TENANT, key(slot), b"") for slot in range(2)]
+    looks = iter([False, False, True])
+    assert steps.wait(tickets, WAIT_S, shown=lambda: next(looks)) == [Outcome.STORED] * 2
+    daemon.go_on.set()
+    steps.settle(WAIT_S)
+    assert not steps._outcomes
+    assert not steps._unasked
+
+
+def test_commits_that_the_table_never_shows_have_the_outcome_that_is_answered(daemon: FakeDaemon, steps: Steps) -> None:
+    quota = store_pb2.OUTCOME_REJECTED_QUOTA
+    daemon.answer = lambda request: store_pb2.StepReply(
+        number=request.number, outcomes=[quota for commits in request.commits for _ in commits.keys]
+    )
+    looks = 0
+
+    def shown() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == steps_module.SHOWN_LOOKS:  # the last look: from here on only a notice ends the wait
+            daemon.go_on.set()
+        return False
+
+    daemon.go_on.clear()
+    tickets = [steps.commit(1, 1, TENANT, key(1), b"")]
+    assert steps.wait(tickets, WAIT_S, shown=shown) == [Outcome.REJECTED_QUOTA]
+    assert looks == steps_module.SHOWN_LOOKS
+    assert not steps._outcomes
+    assert not steps._unasked
+
+
 def test_a_full_queue_drops_touches_first_and_then_turns_commits_into_aborts(
     daemon: FakeDaemon, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,7 +436,7 @@ def test_a_full_queue_aborts_no_commit_that_somebody_waits_for(
     monkeypatch.setattr(steps_module, "QUEUED_OPERATIONS_MAX", 4)
     refs, keys = [(slot, 1) for slot in range(6)], [key(slot) for slot in range(6)]
     steps.touch(TENANT, keys[:2])
-    tickets = steps.commit_many(refs, TENANT, keys, [b"", *keys[:-1]])
+    tickets = steps.commit_many(commits_of(refs, TENANT, keys, [b"", *keys[:-1]]))
     assert steps.wait(tickets, WAIT_S) == [Outcome.STORED] * 6
     request = daemon.next()
     [commits] = request.commits
