@@ -27,6 +27,7 @@ from vllm.version import __version__
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 try:
@@ -72,6 +73,16 @@ def offload_whole_chunks_only(scheduler: "OffloadingConnectorScheduler") -> None
     nobody behind its end, under a key that no row of a request has."""
     if "supports_partial_tail" in scheduler.config._fields:
         scheduler.config = scheduler.config._replace(supports_partial_tail=False)
+
+
+def expect_whole_block_tables(scheduler: "OffloadingConnectorScheduler", output: "SchedulerOutput") -> None:
+    """Of a request that vLLM schedules as new it names all blocks, and its offloading appends them to those it knows:
+    in a later turn of a streaming session to all of the turns before, so that chunks would be stored from the blocks of
+    others. Asked before it looks at a step's output."""
+    for new in output.scheduled_new_reqs:
+        status = scheduler._req_status.get(new.req_id)
+        for state in () if status is None else status.group_states:
+            state.block_ids.clear()
 
 
 def end_tokens(

@@ -150,6 +150,7 @@ class KVStoreConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._reset_in_this_step = False
+        compat.expect_whole_block_tables(self.scheduler, scheduler_output)
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, OffloadingConnectorMetadata)
         self._scheduler_half.jobs.track(metadata)

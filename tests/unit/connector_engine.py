@@ -264,13 +264,29 @@ class PretendEngine:
         sampling: dict[str, object] | None = None,
         **fields: object,
     ) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **(sampling or {}))
-        params.update_from_generation_config({}, eos_token_id=None)
-        request = Request(req_id, prompt, params, None, cache_salt=salt, block_hasher=self._hasher, **fields)
+        request = self._request(req_id, prompt, max_tokens, salt, sampling or {}, fields)
         self.requests[req_id] = request
         self.prompts[req_id] = len(prompt)
         self.scheduler.add_request(request)
         return request
+
+    def _request(
+        self,
+        req_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        salt: str | None,
+        sampling: Mapping[str, object],
+        fields: Mapping[str, object],
+    ) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
+        params.update_from_generation_config({}, eos_token_id=None)
+        return Request(req_id, prompt, params, None, cache_salt=salt, block_hasher=self._hasher, **fields)
+
+    def next_turn(self, req_id: str, prompt: list[int], *, max_tokens: int = 4) -> None:
+        """Of a streaming session, a request added with `resumable`."""
+        salt = self.requests[req_id].cache_salt
+        self.scheduler.add_request(self._request(req_id, prompt, max_tokens, salt, {}, {"resumable": True}))
 
     def abort(self, req_id: str) -> None:
         self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
