@@ -25,8 +25,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.version import __version__
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 try:
@@ -72,6 +75,25 @@ def offload_whole_chunks_only(scheduler: "OffloadingConnectorScheduler") -> None
     nobody behind its end, under a key that no row of a request has."""
     if "supports_partial_tail" in scheduler.config._fields:
         scheduler.config = scheduler.config._replace(supports_partial_tail=False)
+
+
+def overwrites_before_flushes(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:
+    """Whether a step writes to blocks that it has newly given away before a connector may wait for copies from them:
+    the second model runner zeroes them (as models with states or of mixed precision need), copies into them and moves
+    states there, and asks a connector only then."""
+    return bool(
+        getattr(vllm_config, "use_v2_model_runner", False) and getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
+    )
+
+
+def expect_whole_block_tables(scheduler: "OffloadingConnectorScheduler", output: "SchedulerOutput") -> None:
+    """Of a request that vLLM schedules as new it names all blocks, and its offloading appends them to those it knows:
+    in a later turn of a streaming session to all of the turns before, so that chunks would be stored from the blocks of
+    others. Asked before it looks at a step's output."""
+    for new in output.scheduled_new_reqs:
+        status = scheduler._req_status.get(new.req_id)
+        for state in () if status is None else status.group_states:
+            state.block_ids.clear()
 
 
 def end_tokens(

@@ -150,6 +150,14 @@ class Jobs:
                 del self.running[job_id]
                 self._settle(job)
 
+    def distrust(self, job_ids: Collection[int]) -> None:
+        """The blocks of these may be written to before they are copied. What a store has brought by then is not kept;
+        a load's blocks are nobody else's before it has ended."""
+        for job_id in job_ids:
+            job = self.running.get(job_id)
+            if job is not None and job.is_store:
+                job.failed.update(range(len(job.keys)))
+
     def forsake(self) -> None:
         """The cache was reset: what runs keeps its slots until the workers have reported, and is then aborted."""
         for job in itertools.chain(self._prepared.values(), self.running.values()):

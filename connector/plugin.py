@@ -61,6 +61,12 @@ class KVStoreConnector(OffloadingConnector):
             logging.getLogger(OFFLOADING_SCHEDULER_LOG).addFilter(_is_no_waiting_store)
             assert isinstance(self.scheduler.manager, SchedulerHalf)
             self._scheduler_half = self.scheduler.manager
+            # A turn may end within the drafts that a step accepts. Unless steps overlap, vLLM counts those behind its
+            # end as computed, and its own prefix cache then has them under the keys of what comes next.
+            self._miscounts_sessions = (
+                vllm_config.speculative_config is not None and not vllm_config.scheduler_config.async_scheduling
+            )
+            self._flushes_come_late = compat.overwrites_before_flushes(vllm_config, kv_cache_config)
 
     @property
     def _worker_half(self) -> WorkerHalf:
@@ -117,6 +123,12 @@ class KVStoreConnector(OffloadingConnector):
     # ---- the scheduler's process
 
     def on_new_request(self, request: Request) -> None:
+        if request.resumable and self._miscounts_sessions:
+            self._scheduler_half.shut_out(
+                "vLLM may take drafts for the tokens of a streaming session's next turn where it drafts without "
+                "asynchronous scheduling, and a session has come: start the engine with --async-scheduling, or without "
+                "speculative decoding"
+            )
         lora, adapter = request.lora_request, b""
         if lora is not None:
             adapter = self._adapters.digest(
@@ -150,9 +162,12 @@ class KVStoreConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._reset_in_this_step = False
+        compat.expect_whole_block_tables(self.scheduler, scheduler_output)
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, OffloadingConnectorMetadata)
         self._scheduler_half.jobs.track(metadata)
+        if self._flushes_come_late:
+            self._scheduler_half.jobs.distrust(metadata.jobs_to_flush or ())
         self._scheduler_half.step_began(scheduler_output)
         self._scheduler_half.flush()
         return metadata

@@ -372,8 +372,12 @@ class SchedulerHalf(OffloadingManager):
         self._seed_checked = True
         problem = self._probe.effective_seed_problem()
         if problem is not None:
-            self._shut_out = problem
-            self._say(f"kvstore: {problem}. This engine neither loads nor stores", logging.ERROR)
+            self.shut_out(problem)
+
+    def shut_out(self, problem: str) -> None:
+        """From here on, and for good, nothing of this engine can be trusted."""
+        self._shut_out = problem
+        self._say(f"kvstore: {problem}. This engine neither loads nor stores", logging.ERROR)
 
     def _say(self, message: str, level: int = logging.WARNING) -> None:
         if message not in self._said:

@@ -66,7 +66,8 @@ class Engine:
         """Equal in all processes of this engine and in no other: users may give two engines one engine_id."""
         transfer = self.vllm_config.kv_transfer_config
         assert transfer is not None
-        return f"{transfer.engine_id}"[:64] + f".{self.vllm_config.instance_id}"
+        # The end, for there vLLM appends the data parallel rank.
+        return f"{transfer.engine_id}"[-64:] + f".{self.vllm_config.instance_id}"
 
 
 _building: ContextVar[Engine | None] = ContextVar("kvstore_engine_being_built", default=None)

@@ -121,7 +121,8 @@ needs_states = pytest.mark.skipif(not compat.hands_over_states(), reason="engine
 
 class PretendEngine:
     """`daemon`: what it is attached to, or None. `copier`: run by the caller, or by vLLM's waits. `batches`: in flight
-    at a time, as with pipeline stages: a step's output is taken in when so many have been scheduled."""
+    at a time, as with pipeline stages: a step's output is taken in when so many have been scheduled. `late_flushes`: as
+    vLLM's second model runner does, a step zeroes its new blocks before it lets the connector wait for copies."""
 
     def __init__(
         self,
@@ -133,9 +134,11 @@ class PretendEngine:
         extra: dict[str, object] | None = None,
         prefix_caching: bool = True,
         batches: int = 1,
+        late_flushes: bool = False,
         **transfer: object,
     ) -> None:
         self.slots = slots
+        self.late_flushes = late_flushes
         self.batches = batches
         self.windows = windows
         self.blocks_per_chunk = blocks_per_chunk
@@ -264,13 +267,29 @@ class PretendEngine:
         sampling: dict[str, object] | None = None,
         **fields: object,
     ) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **(sampling or {}))
-        params.update_from_generation_config({}, eos_token_id=None)
-        request = Request(req_id, prompt, params, None, cache_salt=salt, block_hasher=self._hasher, **fields)
+        request = self._request(req_id, prompt, max_tokens, salt, sampling or {}, fields)
         self.requests[req_id] = request
         self.prompts[req_id] = len(prompt)
         self.scheduler.add_request(request)
         return request
+
+    def _request(
+        self,
+        req_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        salt: str | None,
+        sampling: Mapping[str, object],
+        fields: Mapping[str, object],
+    ) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
+        params.update_from_generation_config({}, eos_token_id=None)
+        return Request(req_id, prompt, params, None, cache_salt=salt, block_hasher=self._hasher, **fields)
+
+    def next_turn(self, req_id: str, prompt: list[int], *, max_tokens: int = 4) -> None:
+        """Of a streaming session, a request added with `resumable`."""
+        salt = self.requests[req_id].cache_salt
+        self.scheduler.add_request(self._request(req_id, prompt, max_tokens, salt, {}, {"resumable": True}))
 
     def abort(self, req_id: str) -> None:
         self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
@@ -302,7 +321,12 @@ class PretendEngine:
 
     def _run_model(self, output: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         metadata = output.kv_connector_metadata
-        self.worker.handle_preemptions(metadata)
+        if not self.late_flushes:
+            self.worker.handle_preemptions(metadata)
+        for memory in self.memory:
+            memory[output.new_block_ids_to_zero or []] = 0
+        if self.late_flushes:
+            self.worker.handle_preemptions(metadata)
         if output.total_num_scheduled_tokens:
             self._forward(output)
         self.worker.start_kv_transfers(metadata)

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,3 +66,11 @@ def test_vllms_word_is_taken_where_it_gives_it():
 def test_a_key_that_the_request_does_not_have_has_no_place():
     strange = make_offload_key(b"\xff" * 32, 0)
     assert compat.end_tokens([strange], WithoutPlaces(), HASHES, 16) == {}
+
+
+@pytest.mark.parametrize(
+    ("second_runner", "zeroes", "late"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_only_the_second_model_runner_zeroes_blocks_before_it_waits_for_copies(second_runner, zeroes, late):
+    config = SimpleNamespace(use_v2_model_runner=second_runner)
+    assert compat.overwrites_before_flushes(config, SimpleNamespace(needs_kv_cache_zeroing=zeroes)) == late

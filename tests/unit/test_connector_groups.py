@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
-from connector import metrics
+from connector import compat, metrics
 from connector.retries import SAID_AFTER_S, SAID_EVERY_S
 from connector.scheduler import STATE_WAIT_S
 from tests.unit.connector_engine import BLOCK_TOKENS, DRAFT, SEED, STATE, PretendEngine, needs_states
@@ -264,3 +264,21 @@ def test_a_draft_models_chunks_are_a_chain_and_loaded_with_the_models():
     engine.scheduler.reset_prefix_cache()
     engine.serve("warm", PROMPT, max_tokens=1)
     assert engine.daemon.hits == engine.metric(metrics.LOADED_CHUNKS) == 2 * (chunks - 1)
+
+
+@needs_states
+@pytest.mark.parametrize("late_flushes", [False, True])
+def test_no_chunk_is_kept_whose_blocks_were_zeroed_before_they_were_copied(monkeypatch, late_flushes):
+    """Of a request that has ended, its blocks another's in the same step. The second model runner zeroes them first."""
+    monkeypatch.setattr(compat, "overwrites_before_flushes", lambda _config, _kv_cache_config: late_flushes)
+    engine = engine_with_states(blocks=16, late_flushes=late_flushes)
+    engine.add("first", PROMPT[:21], max_tokens=2)
+    first = engine.requests["first"]
+    while not first.is_finished():
+        engine.step()
+    engine.add("second", [400 + token for token in PROMPT[:40]], max_tokens=1)
+    engine.step()
+    engine.step()
+    engine.run()  # which looks at what is committed
+    assert engine.daemon.stored
+    assert (engine.metric(metrics.FAILED_STORES) > 0) == late_flushes

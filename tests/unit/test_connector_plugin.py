@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 from connector import KVStoreConnector, metrics
 from connector.config import SPEC_MODULE_PATH, SPEC_NAME
 from kvstore.errors import SeedMismatch
-from tests.unit.connector_engine import BLOCK_TOKENS, kv_cache_config, needs_states, vllm_config
+from tests.unit.connector_engine import BLOCK_TOKENS, PretendEngine, kv_cache_config, needs_states, vllm_config
 
 
 @pytest.fixture(autouse=True)
@@ -266,8 +266,33 @@ def test_our_series_are_built_in_a_process_that_constructed_no_connector():
     assert {name for name in made if name.startswith("kvstore_")} == set(metrics.COUNTERS)
 
 
+@pytest.mark.parametrize(("drafts", "overlapping", "served"), [(1, False, False), (1, True, True), (0, False, True)])
+def test_an_engine_that_miscounts_a_session_is_shut_out_when_one_comes(drafts, overlapping, served, caplog):
+    engine = PretendEngine()
+    config = engine.connector._engine.vllm_config
+    config.speculative_config = object() if drafts else None
+    config.scheduler_config.async_scheduling = overlapping
+    connector = build(config)
+    connector._scheduler_half._probe = engine.half._probe
+    engine.scheduler.connector = connector
+    engine.add("no session", [1, 2, 3])
+    assert not connector._scheduler_half._shut_out
+    engine.add("session", [1, 2, 3], resumable=True)
+    assert bool(connector._scheduler_half._shut_out) == (not served)
+    assert sum("start the engine with --async-scheduling" in record.message for record in caplog.records) == (
+        not served
+    )
+
+
 def test_two_engines_with_one_engine_id_are_two_groups():
     one, other = vllm_config(engine_id="same"), vllm_config(engine_id="same")
     one.instance_id, other.instance_id = "aaaaa", "bbbbb"
     groups = {build(config)._engine.group for config in (one, other)}
     assert groups == {"same.aaaaa", "same.bbbbb"}
+
+
+def test_data_parallel_ranks_of_an_engine_with_a_long_id_are_groups_of_their_own():
+    """vLLM appends the rank to the id that the user gave; the instance is the same."""
+    one, other = (vllm_config(engine_id=f"{'x' * 64}_dp{rank}") for rank in range(2))
+    one.instance_id = other.instance_id = "aaaaa"
+    assert build(one)._engine.group != build(other)._engine.group

@@ -707,6 +707,20 @@ def test_a_chunk_whose_tokens_were_changed_after_its_key_was_noted_is_not_stored
     assert len(job.keys) == 2  # of the three that the step computed
 
 
+def test_each_turn_of_a_streaming_session_is_stored_from_its_own_blocks():
+    engine = PretendEngine(blocks=60, blocks_per_chunk=1)
+    session = engine.add("session", list(range(100, 110)), max_tokens=3, resumable=True)
+    for turn in range(1, 4):
+        while session.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            engine.copier.run()
+            engine.step()
+        engine.next_turn("session", list(range(100 * turn, 100 * turn + 20)), max_tokens=3)
+    for _ in range(6):  # each looks at what is committed
+        engine.copier.run()
+        engine.step()
+    assert set(session.block_hashes[:18]) <= set(stored_keys(engine))
+
+
 def test_a_request_that_ends_without_its_blocks_is_not_stored_from_them():
     """It is preempted with a step under way, its blocks are another's in the same step, and the step's output ends it.
     Its store has waited for slots until then."""
