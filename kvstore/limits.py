@@ -4,6 +4,7 @@ KEY_BYTES_MIN = 16
 KEY_BYTES_MAX = 64
 KEYS_PER_CALL_MAX = 65_536
 OPERATIONS_PER_STEP_MAX = 256  # so that one message costs the daemon's event loop about a millisecond at the most
+GRANTS_PER_STEP_MAX = 256  # slots; each may have to be made free by an eviction
 DECISIONS_PER_STEP_MAX = 32
 REFUSED_BYTES_PER_STEP = 8 << 10  # of keys in those, but for the last one; the daemon looks at each key
 DECISION_BYTES_MAX = 4 << 10  # a larger one is not remembered

@@ -704,19 +704,21 @@ class Store:
         kept = [(at.slot, at.generation) for at in tails]
         self._index.lease(OWN_GROUP, kept, now_ms)
         evictions = self._index.stats()["evictions"]
+        most = limits.GRANTS_PER_STEP_MAX
         for kind, count in zip(group.kinds, wanted, strict=False):
-            grants, short = self._grant(group, kind, count)
+            grants, short = self._grant(group, kind, count, most)
+            most -= len(grants)
             slots, generations = zip(*grants, strict=True) if grants else ((), ())
             yield store_pb2.Grants(slots=slots, generations=generations, short=cast("store_pb2.Outcome", short))
         self.explanations.evicted(group.name, self._index.stats()["evictions"] - evictions, now_ms)
         self._index.release(OWN_GROUP, kept)
 
-    def _grant(self, group: Group, kind: Kind, wanted: int) -> tuple[list[Ref], int]:
-        """Up to `wanted` grants, and why there are fewer."""
+    def _grant(self, group: Group, kind: Kind, wanted: int, most: int) -> tuple[list[Ref], int]:
+        """Up to `wanted` grants, but no more than `most`, and why there are fewer."""
         arena_bytes = self._tier.arena_bytes
         room = limits.grants_left(arena_bytes, kind.slot_bytes, held=kind.granted, held_bytes=group.granted_bytes())
         room = min(room, (arena_bytes // GRANTED_SHARE_OF_ARENA - self._granted_bytes) // kind.slot_bytes)
-        count = min(wanted, max(room, 0 if kind.granted else 1))
+        count = min(wanted, most, max(room, 0 if kind.granted else 1))
         grants = self._index.grant(group.number, kind.chunk_bytes, count) if count > 0 else []
         group.granted.update(dict.fromkeys(grants, Grant(kind, group.epoch)))
         kind.granted += len(grants)

@@ -531,6 +531,15 @@ def test_a_large_arena_gives_one_group_a_sixteenth() -> None:
     assert len(grants(store, attach(store, chunk_bytes=size), 10_000)) == (64 << 20) // 16 // size == 128
 
 
+def test_one_message_is_granted_no_more_slots_than_the_loop_has_time_for() -> None:
+    store = make_store(256 << 20)
+    session = attach(store)
+    for _ in range(2):
+        reply = step(store, session, grants_wanted=[(1 << 32) - 1])
+        assert len(reply.grants[0].slots) == limits.GRANTS_PER_STEP_MAX
+        assert reply.grants[0].short == store_pb2.OUTCOME_NOT_GRANTED
+
+
 def test_all_groups_hold_at_most_a_quarter_of_the_arena_and_each_at_least_one_slot(store: Store) -> None:
     size = 64 << 10  # the arena holds 128, a quarter is 32
     counts = [len(grants(store, attach(store, chunk_bytes=size), 20)) for _ in range(4)]
