@@ -7,6 +7,8 @@ counts from the start of the daemon on. Coarse: in seconds, or in minutes after 
 
 from collections.abc import Callable, Iterable, Mapping
 
+KEPT_MAX = 65_536  # namespaces, those used last: an engine that resets its cache moves to a new one each time
+
 
 class LastUses:
     def __init__(self, clock_s: Callable[[], float], save: Callable[[bytes], None] = lambda _: None) -> None:
@@ -19,8 +21,11 @@ class LastUses:
         """By a session, just now."""
         now_s = self._clock_s()
         for namespace in namespaces:
-            self._used_s[namespace] = now_s
+            self._used_s.pop(namespace, None)
+            self._used_s[namespace] = now_s  # the last one now
             self._save(namespace)
+        while len(self._used_s) > KEPT_MAX:
+            del self._used_s[next(iter(self._used_s))]
 
     def load(self, used_s: Mapping[bytes, float]) -> None:
         """Of earlier runs."""

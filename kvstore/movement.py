@@ -369,9 +369,10 @@ class Movement:
             commit = (*ref, chunk.tenant, chunk.key, b"")
             self._index.make_room_for(NOBODY, self._clock_ms())
             # Not a use: the request that wanted it says so when it has loaded it.
-            if self._index.commit(OWN_GROUP, chunk.namespace, [commit], is_use=False) == [STORED]:
+            now_ms = self._clock_ms()
+            if self._index.commit(OWN_GROUP, chunk.namespace, [commit], now_ms, is_use=False) == [STORED]:
                 for group in promotion.groups:
-                    self._index.lease(group, [ref], self._clock_ms() + limits.LEASE_MS)
+                    self._index.lease(group, [ref], now_ms + limits.LEASE_MS)
         else:
             self._index.abort(OWN_GROUP, [ref])
         self._show(chunk)

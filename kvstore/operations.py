@@ -168,12 +168,12 @@ class Operations:
 
     def namespaces(self) -> Iterator[admin_pb2.NamespacesPage]:
         """The documents kept, oldest first."""
-        page, nbytes = admin_pb2.NamespacesPage(), 0
+        page, nbytes, in_use = admin_pb2.NamespacesPage(), 0, self._store.in_use()
         for namespace, document in self._store.documents():
             if len(page.namespaces) == limits.ROWS_PER_PAGE or nbytes > limits.DOCUMENT_BYTES_PER_PAGE:
                 yield page
-                page, nbytes = admin_pb2.NamespacesPage(), 0
-            unused_s = self._store.unused_s(namespace) or 0.0
+                page, nbytes, in_use = admin_pb2.NamespacesPage(), 0, self._store.in_use()
+            unused_s = self._store.unused_s(namespace, in_use) or 0.0
             page.namespaces.add(namespace_id=namespace, document=document, unused_s=unused_s)
             nbytes += len(document)
         yield page
@@ -184,7 +184,10 @@ class Operations:
         self._require_known(namespace, tenant)
         if (movement := self._lower(what)) is not None:
             page = admin_pb2.UsagePage()
-            for its_namespace, its_tenant, chunks, nbytes in movement.fs.usage():
+            for number, (its_namespace, its_tenant, chunks, nbytes) in enumerate(movement.fs.usage(), start=1):
+                if number % limits.LISTING_STEPS_PER_SLICE == 0:
+                    yield page
+                    page = admin_pb2.UsagePage()
                 if namespace not in (None, its_namespace) or tenant not in (None, its_tenant):
                     continue
                 page.usage.add(

@@ -398,7 +398,10 @@ class _Tasks:
 
 async def _every(interval_s: float, act: Callable[[], object]) -> None:
     while True:
-        act()
+        try:
+            act()
+        except Exception:  # a bug, and a border: without the next time no lease would end, and no heartbeat come
+            _log.exception("what the daemon does by itself failed in a way that nobody foresaw")
         await asyncio.sleep(interval_s)
 
 

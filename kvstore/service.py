@@ -9,6 +9,7 @@ the table is a bug: it is logged with its traceback, and the caller gets INTERNA
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -30,6 +31,9 @@ from kvstore.tiers.base import Removed
 _OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
 
 CHECK_DATA_TELLS_MS = 200
+STATUS_BYTES_MAX = 2_000  # of a refusal's text, three times as long on the wire at the worst: gRPC takes 8 KiB with it
+
+_ENDED = "this process's connection on arena.sock has ended: attach again"
 
 _Reply = TypeVar("_Reply")
 _Page = TypeVar("_Page", admin_pb2.NamespacesPage, admin_pb2.UsagePage, admin_pb2.ChunksPage, admin_pb2.QuotasPage)
@@ -125,6 +129,10 @@ class Sessions(store_pb2_grpc.SessionsServicer):  # type: ignore[misc]
             await changed.wait()
             changed.clear()
             async with writing:
+                if not session.connected:  # nobody counts it any more, so its stream must not be left open
+                    with contextlib.suppress(grpc.aio.AbortError):
+                        await _abort(context, STATUS_OF[Unavailable], _ENDED, Unavailable.__name__)
+                    return
                 await context.write(store_pb2.StepReply(group=self._store.group_state(session.group)))
 
 
@@ -135,13 +143,13 @@ class Chunks(store_pb2_grpc.ChunksServicer):  # type: ignore[misc]
     async def Lookup(
         self, request: store_pb2.LookupRequest, context: grpc.aio.ServicerContext
     ) -> store_pb2.LookupReply:
-        return await _answer(context, lambda: self._lookup(_caller(self._store, context), request))
-
-    def _lookup(self, session: Session, request: store_pb2.LookupRequest) -> store_pb2.LookupReply:
-        _require_attached(session)
-        return store_pb2.LookupReply(
-            found=cast("list[store_pb2.Found]", list(self._store.lookup(request)))
-        )  # codes and enum agree by definition
+        await _answer(context, lambda: _require_attached(_caller(self._store, context)))
+        slices = self._store.lookup(request)
+        reply = store_pb2.LookupReply()
+        while (codes := await _answer(context, lambda: next(slices, None))) is not None:
+            reply.found.extend(cast("list[store_pb2.Found]", list(codes)))  # codes and enum agree by definition
+            await asyncio.sleep(0)
+        return reply
 
 
 class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
@@ -269,6 +277,7 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
                 total.bytes += row.bytes
             await asyncio.sleep(0)
         for namespace, by_tier in sorted(there.items()):
+            await asyncio.sleep(0)
             unused_s = self._store.unused_s(namespace)  # only now: somebody may have come meanwhile
             if unused_s is None or unused_s * 1000 < request.unused_ms:
                 continue
@@ -337,7 +346,7 @@ def _once(future: "asyncio.Future[Removed]") -> Callable[[Removed], None]:
 def _caller(store: Store, context: grpc.aio.ServicerContext) -> Session:
     session = session_of(store, context.invocation_metadata())
     if session is None:  # it was there when the interceptor looked
-        raise Unavailable("this process's connection on arena.sock has ended: attach again")
+        raise Unavailable(_ENDED)
     return session
 
 
@@ -372,6 +381,9 @@ async def _answer(context: grpc.aio.ServicerContext, act: Callable[[], _Reply]) 
 
 
 async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, text: str, name: str) -> NoReturn:
+    encoded = text.encode(errors="replace")
+    if (beyond := len(encoded) - STATUS_BYTES_MAX) > 0:
+        text = f"{encoded[:STATUS_BYTES_MAX].decode(errors='ignore')} ... and {beyond} bytes more"
     await context.abort(code, text, ((ERROR_METADATA_KEY, name),))
     raise AssertionError("abort returns never")
 

@@ -13,8 +13,9 @@ has ended.
 
 Bounds: at most QUEUED_OPERATIONS_MAX operations are queued; then touches are dropped first, and commits become aborts.
 Of decisions the newest DECISIONS_QUEUED_MAX wait to be sent; the daemon only remembers them for a person to ask.
-Aborts, releases and commits that a caller waits for are never dropped: their number is bounded by the grants and leases
-held, and by what one call takes.
+Aborts and commits that a caller waits for are never dropped: their number is bounded by the grants held, and by what
+one call takes. Of what is loaded while a daemon hangs RELEASES_QUEUED_MAX chunks are counted; a lease whose release is
+dropped ends by itself.
 """
 
 import enum
@@ -34,6 +35,8 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.limits import (
     DECISIONS_PER_STEP_MAX,
     GRANTS_IDLE_S,
+    GRANTS_PER_STEP_MAX,
+    KEYS_PER_CALL_MAX,
     LEASE_MS,
     OPERATIONS_PER_STEP_MAX,
     PROMOTES_PER_ROUND,
@@ -46,6 +49,8 @@ from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
 from kvstore.session import GroupState, Session
 
 QUEUED_OPERATIONS_MAX = 16_384
+RELEASES_QUEUED_MAX = KEYS_PER_CALL_MAX  # what one call may load
+MISSES_QUEUED_MAX = 4_096  # calls
 DECISIONS_QUEUED_MAX = 1_024
 READS_KEPT = 256  # reports that nobody has taken, the newest
 OUTCOMES_KEPT = 65_536  # of commits that nobody waits for, the newest so many
@@ -132,7 +137,8 @@ class Steps:
         self._promotes_sent = 0
         self._promotes_answered = 0
         self._operations = 0  # in the queues above
-        self._misses: deque[int] = deque()  # not guarded: a deque's append and popleft are whole by themselves
+        # Not guarded: a deque's append and popleft are whole by themselves.
+        self._misses: deque[int] = deque(maxlen=MISSES_QUEUED_MAX)
         self._wanted: Counter[int] = Counter()  # by kind, as all about grants
         self._tails: set[Ref] = set()
         self._probe: store_pb2.Probe | None = None
@@ -299,6 +305,8 @@ class Steps:
                 del self._held[ref]
                 if self._leases.pop(ref, ref) is None:
                     self._operations -= 1
+            if len(self._releases) >= RELEASES_QUEUED_MAX:
+                return
             self._releases.append((ref, loaded, promoted))
             self._operations += 1
 
@@ -655,13 +663,23 @@ class Steps:
             if refused_bytes >= REFUSED_BYTES_PER_STEP:
                 return
 
+    def _wanted_that_fit(self) -> list[int]:
+        """By kind; the rest of what is wanted goes with the next message, and its tails do, too."""
+        room = GRANTS_PER_STEP_MAX
+        fitting = [0] * (max(self._wanted, default=-1) + 1)
+        for kind in sorted(self._wanted):
+            fitting[kind] = min(self._wanted[kind], room)
+            room -= fitting[kind]
+        self._wanted -= Counter(dict(enumerate(fitting)))
+        return fitting
+
     def _message(self) -> tuple[store_pb2.StepRequest, list[int]]:
         """One message of what is queued, as far as it fits."""
         self._number += 1
         request = store_pb2.StepRequest(
             number=self._number,
             instance_id=self._session.instance_id,
-            grants_wanted=[self._wanted[kind] for kind in range(max(self._wanted, default=-1) + 1)],
+            grants_wanted=self._wanted_that_fit(),
             misses=sum(self._misses.popleft() for _ in range(len(self._misses))),
             probe=self._probe,
             fresh_namespace=self._fresh,
@@ -675,8 +693,8 @@ class Steps:
             self._news.learned, self._news.learned_wanted = {}, False
         if self._fresh:
             self._fresh_number = self._number
-        self._wanted.clear()
-        self._tails.clear()
+        if not self._wanted:
+            self._tails.clear()
         self._probe, self._fresh, self._ping = None, False, False
 
         room = OPERATIONS_PER_STEP_MAX

@@ -84,7 +84,7 @@ class Session:
     ranges: tuple[tuple[int, int], ...] = ()  # worker: (offset, bytes) of a chunk, by kind
     group: "Group | None" = None
     connected: bool = True
-    # Set by the open step stream: called when the group's state changed and nobody asked.
+    # Set by the open step stream: called when the group's state changed and nobody asked, or the connection has ended.
     on_group: Callable[[], None] | None = None
     # The group's state in the answer to Attach; None once a stream has ended, for what it carried may be lost.
     told: store_pb2.GroupState | None = None
@@ -307,7 +307,9 @@ class Store:
         if not session.connected:
             return
         session.connected = False
-        session.on_group = None
+        if session.on_group is not None:  # its stream ends
+            session.on_group()
+            session.on_group = None
         group = session.group
         if group is None:
             del self._sessions[session.token]
@@ -472,8 +474,9 @@ class Store:
         """What was kept by an earlier run."""
         self._learned.update((kind, dict(documents)) for kind, documents in learned.items())
 
-    def lookup(self, request: store_pb2.LookupRequest) -> bytes:
-        """One code of `kvstore._native` per key. BadKey, ProtocolError, LimitExceeded."""
+    def lookup(self, request: store_pb2.LookupRequest) -> Iterator[bytes]:
+        """One code of `kvstore._native` per key, in slices; anything may be called in between. BadKey, ProtocolError,
+        LimitExceeded: before the first."""
         if len(request.namespace_id) != 16 or len(request.tenant) != TENANT_ID_BYTES:
             raise ProtocolError(
                 f"a lookup names a namespace and a tenant of 16 bytes, not of {len(request.namespace_id)} and "
@@ -482,7 +485,9 @@ class Store:
         if len(request.keys) > limits.KEYS_PER_CALL_MAX:
             raise LimitExceeded(f"{len(request.keys)} keys in one lookup; at most {limits.KEYS_PER_CALL_MAX}")
         require_keys(request.keys)
-        return self._index.lookup(request.namespace_id, request.tenant, list(request.keys))
+        for first in range(0, len(request.keys), limits.LISTING_STEPS_PER_SLICE):
+            keys = request.keys[first : first + limits.LISTING_STEPS_PER_SLICE]
+            yield self._index.lookup(request.namespace_id, request.tenant, keys)
 
     def expire_leases(self, now_ms: int) -> None:
         self._index.expire_leases(now_ms)
@@ -540,9 +545,13 @@ class Store:
         """Those kept, by namespace, oldest first."""
         return list(self._namespaces.items())
 
-    def unused_s(self, namespace: bytes) -> float | None:
-        """Since a session last used it; None: one does."""
-        used = namespace in _namespaces_of(self._groups.values())
+    def in_use(self) -> set[bytes]:
+        """Namespaces of sessions."""
+        return _namespaces_of(self._groups.values())
+
+    def unused_s(self, namespace: bytes, in_use: Collection[bytes] | None = None) -> float | None:
+        """Since a session last used it; None: one does. `in_use`: those that sessions use, where many are asked for."""
+        used = namespace in (self.in_use() if in_use is None else in_use)
         return None if used else self._last_uses.unused_s(namespace)
 
     def forget_namespace(self, namespace: bytes) -> None:
@@ -601,7 +610,8 @@ class Store:
 
     def _require_size_class(self, chunk_bytes: int, classes: set[int]) -> None:
         """`classes`: those in use; the chunk's is added."""
-        if chunk_bytes <= 0 or class_bytes(chunk_bytes) > self._tier.arena_bytes:
+        # The arena is whole slots. Of a number near the end of 64 bits there is no size class to ask for.
+        if not 0 < chunk_bytes <= self._tier.arena_bytes:
             raise LimitExceeded(
                 f"a chunk of {chunk_bytes} bytes does not fit an arena of {self._tier.arena_bytes} bytes; start the "
                 "daemon with more --cpu-bytes, or store smaller chunks"
@@ -688,7 +698,14 @@ class Store:
             self._keep_document(kind.namespace, moved)
 
     def _probe(self, group: Group, probe: store_pb2.Probe) -> None:
-        first = self._probes.setdefault((probe.engine_family, probe.hash_algorithm), probe.value)
+        kind = (probe.engine_family, probe.hash_algorithm)
+        if kind not in self._probes and len(self._probes) >= limits.PROBES_MAX:
+            group.refused = (
+                f"this daemon knows the keys of {limits.PROBES_MAX} kinds of engines already, and none of {kind[0]} "
+                f"engines with {kind[1]}: restart it"
+            )
+            return
+        first = self._probes.setdefault(kind, probe.value)
         if first != probe.value and not group.refused:
             group.refused = (
                 f"this engine hashes the probe tokens to {probe.value.hex()}, and the first "
@@ -711,20 +728,22 @@ class Store:
         kept = [(at.slot, at.generation) for at in tails]
         self._index.lease(OWN_GROUP, kept, now_ms)
         evictions = self._index.stats()["evictions"]
+        most = limits.GRANTS_PER_STEP_MAX
         for kind, count in zip(group.kinds, wanted, strict=False):
             self.explanations.make_room_for(group.name, kind.namespace, now_ms)
-            grants, short = self._grant(group, kind, count)
+            grants, short = self._grant(group, kind, count, most)
+            most -= len(grants)
             slots, generations = zip(*grants, strict=True) if grants else ((), ())
             yield store_pb2.Grants(slots=slots, generations=generations, short=cast("store_pb2.Outcome", short))
         self.explanations.evicted(group.name, self._index.stats()["evictions"] - evictions, now_ms)
         self._index.release(OWN_GROUP, kept)
 
-    def _grant(self, group: Group, kind: Kind, wanted: int) -> tuple[list[Ref], int]:
-        """Up to `wanted` grants, and why there are fewer."""
+    def _grant(self, group: Group, kind: Kind, wanted: int, most: int) -> tuple[list[Ref], int]:
+        """Up to `wanted` grants, but no more than `most`, and why there are fewer."""
         arena_bytes = self._tier.arena_bytes
         room = limits.grants_left(arena_bytes, kind.slot_bytes, held=kind.granted, held_bytes=group.granted_bytes())
         room = min(room, (arena_bytes // GRANTED_SHARE_OF_ARENA - self._granted_bytes) // kind.slot_bytes)
-        count = min(wanted, max(room, 0 if kind.granted else 1))
+        count = min(wanted, most, max(room, 0 if kind.granted else 1))
         grants = self._index.grant(group.number, kind.chunk_bytes, count) if count > 0 else []
         group.granted.update(dict.fromkeys(grants, Grant(kind, group.epoch)))
         kind.granted += len(grants)
@@ -921,6 +940,9 @@ def _require_well_formed(
     ]
     if max(counts) > limits.COUNT_PER_STEP_MAX:
         raise LimitExceeded(f"{max(counts)} chunks counted in one message; at most {limits.COUNT_PER_STEP_MAX}")
+    probe = request.probe
+    if max(len(probe.engine_family), len(probe.hash_algorithm), len(probe.value)) > limits.PROBE_TEXT_MAX:
+        raise LimitExceeded(f"a probe's family, algorithm or value is longer than {limits.PROBE_TEXT_MAX}")
     if len(request.tails) > limits.TAILS_PER_STEP_MAX:
         raise LimitExceeded(f"{len(request.tails)} tails in one message; at most {limits.TAILS_PER_STEP_MAX}")
     chains = (*request.touches, *request.promotes)

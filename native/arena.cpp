@@ -113,7 +113,7 @@ std::uint64_t memfd_bytes(int fd) {
     return static_cast<std::uint64_t>(status.st_size);
 }
 
-Mapping::Mapping(int fd, std::size_t nbytes, Access access) : size_(nbytes) {
+Mapping::Mapping(int fd, std::size_t nbytes, Access access) : size_(nbytes), pid_(getpid()) {
     const std::uint64_t there = memfd_bytes(fd);
     if (nbytes == 0 || there < nbytes) {
         throw std::invalid_argument("cannot map " + std::to_string(nbytes) + " bytes of a memory of " +
@@ -134,7 +134,7 @@ Mapping::Mapping(int fd, std::size_t nbytes, Access access) : size_(nbytes) {
 }
 
 Mapping::~Mapping() {
-    munmap(data_, size_);
+    if (getpid() == pid_) munmap(data_, size_);
 }
 
 }  // namespace kvstore

@@ -2,8 +2,11 @@
 //
 // A map is shared by reference count: whoever works on the memory without the interpreter's lock holds one, so that
 // `close` in another thread can not unmap under it. Every map is MADV_DONTFORK: a forked child of an engine has no
-// arena that it could scribble on, and does not keep the memory alive.
+// arena that it could scribble on, and does not keep the memory alive. What the child's kernel puts in that place is
+// the child's own, often its first large array: there the end of a map unmaps nothing.
 #pragma once
+
+#include <sys/types.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -49,6 +52,7 @@ class Mapping {
   private:
     std::byte* data_;
     std::size_t size_;
+    pid_t pid_;  // whose map it is
 };
 
 std::uint64_t memfd_bytes(int fd);

@@ -273,6 +273,7 @@ bool Copier::wait(std::span<const std::uint64_t> jobs, double timeout_s) {
 
 void Copier::close() {
     if (getpid() != pid_) return;
+    const std::lock_guard only(closing_mutex_);  // a second caller must not end jobs whose parts still run
     std::vector<std::thread> threads;
     {
         const std::lock_guard lock(mutex_);

@@ -88,6 +88,7 @@ class Copier {
     void submit(std::uint64_t job, std::vector<Fragment> fragments, Expected expected);
     std::vector<Ended> finished();
     bool wait(std::span<const std::uint64_t> jobs, double timeout_s);
+    // No byte is copied after it, whoever of several callers returns first.
     void close();
 
   private:
@@ -128,6 +129,7 @@ class Copier {
     void end(Jobs& from, Jobs::iterator job);
 
     const pid_t pid_;
+    std::mutex closing_mutex_;  // held while `close` waits for the threads; taken before mutex_
     std::mutex mutex_;
     std::condition_variable work_ready_;  // something queued, or closing
     std::condition_variable job_ended_;

@@ -11,6 +11,8 @@ namespace kvstore {
 namespace {
 
 constexpr std::size_t EPOCHS_MAX = 64;
+// Looked at by one `touch`: a chain in order needs each of its chunks once, however often it was interrupted.
+constexpr std::size_t ANCESTORS_MAX = 65'536;
 
 std::uint64_t chunks_max_of(const TableWriter& table) {
     return table.place_count() / 3 * 2;
@@ -524,9 +526,9 @@ void Index::leave_parent(std::uint32_t child) {
     record.parent = record.next_sibling = record.previous_sibling = NO_RECORD;
 }
 
-bool Index::descends_from(std::uint32_t record, std::uint32_t ancestor) const {
-    for (; record != NO_RECORD; record = records_[record].parent) {
-        if (record == ancestor) return true;
+bool Index::may_descend_from(std::uint32_t record, std::uint32_t ancestor, std::size_t& steps) const {
+    for (; record != NO_RECORD; record = records_[record].parent, --steps) {
+        if (record == ancestor || steps == 0) return true;
     }
     return false;
 }
@@ -551,6 +553,7 @@ void Index::touch(const Id& name_space, const Id& tenant, std::span<const Bytes>
                   std::size_t again) {
     const Hasher hasher = hasher_for(index_key_, name_space, tenant);
     std::uint32_t child = NO_RECORD;
+    std::size_t ancestors = ANCESTORS_MAX;
     for (std::size_t i = keys.size(); i-- > 0;) {  // tail first: no parent is ever older than its child
         const Digest digest = hasher(keys[i]);
         const std::uint32_t number = find(digest, name_space, tenant, keys[i]);
@@ -567,7 +570,7 @@ void Index::touch(const Id& name_space, const Id& tenant, std::span<const Bytes>
             // A parent that came back, or came after its child, is its parent again.
             const bool named =
                 child != NO_RECORD && records_[child].parent == NO_RECORD && records_[child].parent_digest == digest;
-            if (named && !descends_from(number, child)) set_parent(child, number);
+            if (named && !may_descend_from(number, child, ancestors)) set_parent(child, number);
         } else if (i >= again) {
             const Where where = table_.where(digest);  // CPU: another key's digest; PENDING: used once it has come
             if (where == Where::MISS || where == Where::FS) policy_.missed(digest, ++tick_);

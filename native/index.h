@@ -336,7 +336,8 @@ class Index {
     void make_youngest(Record& record, std::uint64_t now_ms);
     void set_parent(std::uint32_t child, std::uint32_t parent);  // the child has none
     void leave_parent(std::uint32_t child);
-    bool descends_from(std::uint32_t record, std::uint32_t ancestor) const;
+    // Looks at `steps` records at most, and counts them off; true where that is not enough to tell.
+    bool may_descend_from(std::uint32_t record, std::uint32_t ancestor, std::size_t& steps) const;
     bool is_unwritten(const Record& record) const { return record.live && !record.in_lower && record.io == 0; }
     Unwritten unwritten_at(std::uint32_t record) const;
     Quota* quota_of(const Id& tenant);

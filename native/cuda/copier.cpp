@@ -650,6 +650,7 @@ void DeviceCopier::synchronize() {
 
 void DeviceCopier::close() {
     if (getpid() != pid_) return;
+    const std::lock_guard only(closing_mutex_);  // a second caller must not go on while copies still run
     {
         const std::lock_guard lock(mutex_);
         if (closed_) return;

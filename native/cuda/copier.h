@@ -193,6 +193,7 @@ class DeviceCopier {
     const std::uint64_t part_bytes_;
     std::unique_ptr<OpenDevice> device_;
 
+    std::mutex closing_mutex_;  // held by `close` until everything has ended; taken before mutex_
     mutable std::mutex mutex_;
     std::condition_variable changed_;  // something queued, or closing
     std::condition_variable job_ended_;

@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -87,6 +88,32 @@ def test_a_token_ends_with_its_connection(daemon: Daemon, channel: grpc.Channel)
     with pytest.raises(grpc.RpcError) as caught:
         store_pb2_grpc.ChunksStub(channel).Lookup(request, metadata=metadata, timeout=WAIT_S)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_stream_ends_with_its_connection(daemon: Daemon, channel: grpc.Channel) -> None:
+    """Else a process could open one after the other, and the daemon would count none of them."""
+    requests: queue.SimpleQueue[store_pb2.StepRequest | None] = queue.SimpleQueue()
+    with Session.attach(daemon.endpoint, ATTACHMENT) as session:
+        step = store_pb2_grpc.SessionsStub(channel).Step
+        call = step(iter(requests.get, None), metadata=session.metadata, timeout=WAIT_S)
+        requests.put(store_pb2.StepRequest(number=1, instance_id=session.instance_id))
+        assert any(reply.number == 1 for reply in call)
+    with pytest.raises(grpc.RpcError) as caught:
+        next(call)
+    requests.put(None)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "connection on arena.sock has ended" in caught.value.details()
+    daemon.assert_sound()
+
+
+def test_a_refusal_that_is_too_long_for_a_status_arrives_all_the_same(daemon: Daemon) -> None:
+    def worker(rank: int) -> Attachment:
+        layers = [f"layers.{layer}.of_rank_{rank}" for layer in range(1_000)]
+        kind = Kind({"layers": layers}, CHUNK_BYTES, range_bytes=CHUNK_BYTES)
+        return Attachment(role=Role.WORKER, hash_seed="0", group="engine", rank=rank, world_size=2, kinds=(kind,))
+
+    with Session.attach(daemon.endpoint, worker(0)), pytest.raises(NamespaceMismatch, match=r"layers: .* bytes more"):
+        Session.attach(daemon.endpoint, worker(1))
 
 
 def test_health_and_reflection_answer_without_a_token(channel: grpc.Channel) -> None:

@@ -204,6 +204,8 @@ def test_a_promoted_chunk_is_pending_then_visible_and_leased_to_all_who_asked(ti
     tiers.fs.end_read()
     assert tiers.shown(1) == [CPU]
     assert tiers.cpu.index.stats()["leases"] == 2
+    [(*_, used_ms, _)], _ = tiers.cpu.index.chunks(0, steps=100, limit=100)
+    assert used_ms == tiers.clock[0]  # or an operator's removal of what is old would take it first
     tiers.promote(1)
     assert tiers.fs.reads == []
     assert tiers.fs.writes == []  # it came from there

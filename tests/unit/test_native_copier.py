@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore import _native
+from tests.hanging_memory import HangingMemory
 from tests.unit.native_store import KIB, native_store
 
 WAIT_S = 60.0
@@ -266,6 +267,24 @@ def test_closing_ends_every_job_and_then_refuses_work() -> None:
     assert any(finished.failed == [0] and finished.nbytes == 0 for finished in ended)
     with pytest.raises(RuntimeError, match="the copier is closed"):
         copier.submit(99, *buffers.fragments([(0, 0, 1)]))
+
+
+def test_of_two_who_close_neither_goes_on_while_a_part_is_copied() -> None:
+    """Whoever returns may unmap the memory, and a job that is said to have ended is one that writes no more."""
+    copier = _native.Copier(1)
+    target = np.zeros(4096, np.uint8)
+    copier.add_region(target.ctypes.data, target.nbytes)
+    with HangingMemory(4096) as hanging:
+        copier.add_region(hanging.address, hanging.nbytes)
+        copier.submit(1, _array(hanging.address), _array(target.ctypes.data), _array(target.nbytes))
+        copier.submit(2, _array(), _array(), _array())
+        closing = [threading.Thread(target=copier.close) for _ in range(2)]
+        for thread in closing:
+            thread.start()
+        assert not copier.wait([1], 0.3)
+    for thread in closing:
+        thread.join(WAIT_S)
+    assert copier.wait([1, 2], 0)
 
 
 @pytest.mark.parametrize("threads", [0, 65])

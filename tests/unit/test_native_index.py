@@ -1090,3 +1090,24 @@ def test_usage_says_how_many_chunks_a_lower_tier_has_too() -> None:
         store.index.end_group(1)
         store.put(1)  # comes back while the lower tier still has it
         assert store.index.usage(limit=1) == [(NAMESPACE, TENANT, 15, 15 * CHUNK, 2)]
+
+
+def test_a_touch_looks_at_a_bounded_number_of_ancestors() -> None:
+    """Children that came before their parent are its children again when a chain is touched. Where that would take too
+    long they stay without one: the parent may then go before them, and nothing else changes."""
+    children, depth = 400, 200
+    with native_store((children + depth) * 4 * KIB, entries=2_000) as store:
+        head = [key_of(number) for number in range(depth)]
+        tails = [key_of(1_000 + number) for number in range(children)]
+        chunks = [(tail, head[-1]) for tail in tails] + list(zip(head, [b"", *head], strict=False))
+        refs = store.index.grant(1, 4 * KIB, len(chunks))
+        assert len(refs) == len(chunks)
+        commits = [(*ref, TENANT, key, parent) for ref, (key, parent) in zip(refs, chunks, strict=True)]
+        assert store.index.commit(1, NAMESPACE, commits) == [_native.STORED] * len(chunks)
+        store.index.touch(NAMESPACE, TENANT, [key for tail in tails for key in (head[-1], tail)])
+        assert 65_536 // depth < children
+        for tail in reversed(tails):  # those that were reached last are the youngest
+            store.index.touch(NAMESPACE, TENANT, [tail])
+        store.index.grant(1, 4 * KIB, 450)
+        found = store.index.lookup(NAMESPACE, TENANT, [head[-1], tails[0]])
+        assert list(found) == [MISS, CPU]

@@ -1,5 +1,6 @@
 """Shared memory: modes, seals, maps; what another process of the same user can and cannot do with it."""
 
+import ctypes
 import faulthandler
 import fcntl
 import math
@@ -20,6 +21,7 @@ from tests.unit.native_store import INDEX_KEY, INSTANCE, KIB, NAMESPACE, TENANT,
 
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 SEAL, SHRINK, GROW, FUTURE_WRITE = 1, 2, 4, 16
+MAP_FIXED_NOREPLACE = 0x100000
 
 # Runs in a second process, with the daemon's descriptor inherited: tries to get a writable map, in three ways.
 ATTEMPTS = """
@@ -122,6 +124,27 @@ def test_an_arena_is_not_there_in_a_forked_child(memfd: int) -> None:
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status)
     view.release()
+    arena.close()
+
+
+def test_what_a_forked_child_maps_where_the_arena_was_is_its_own(memfd: int) -> None:
+    """The child's kernel puts its first large array there, and the end of the inherited arena must leave that alone."""
+    arena = _native.Arena(memfd, 16 * KIB)
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    place = (ctypes.c_void_p(arena.address), ctypes.c_size_t(arena.nbytes))
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.disable()
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+        own = libc.mmap(*place, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0))
+        if own != arena.address:
+            os._exit(1)
+        del arena
+        ctypes.c_ubyte.from_address(own).value = 7
+        os._exit(7)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
     arena.close()
 
 

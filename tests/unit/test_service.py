@@ -312,3 +312,24 @@ def test_a_group_whose_last_connection_has_ended_gets_no_lease_of_what_it_asked_
     place.store.hang_up(session)
     place.fs.end_read()
     assert (place.shown(100), place.index.stats()["leases"]) == (CPU, 0)
+
+
+def test_what_the_daemon_does_by_itself_goes_on_after_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """A heartbeat that stopped would leave every engine without the store."""
+    calls = 0
+
+    def act() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("once")
+
+    async def several() -> None:
+        task = asyncio.create_task(server._every(0, act))
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(several())
+    assert calls > 1
+    assert "once" in caplog.text

@@ -13,7 +13,7 @@ import pytest
 from kvstore import steps as steps_module
 from kvstore.decisions import Decision
 from kvstore.errors import KVStoreError, LimitExceeded, Unavailable
-from kvstore.limits import OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
+from kvstore.limits import GRANTS_PER_STEP_MAX, OPERATIONS_PER_STEP_MAX, STEPS_UNANSWERED_MAX
 from kvstore.rpc.status import ERROR_METADATA_KEY
 from kvstore.rpc.v1 import store_pb2, store_pb2_grpc
 from kvstore.session import GroupState, KindState
@@ -181,6 +181,40 @@ def test_commits_travel_in_order_together_with_those_of_their_tenant_as_far_as_a
     assert steps._operations == 0
     assert [slot for commits in sent for slot in commits.slots] == list(range(count))
     assert [parent for commits in sent for parent in commits.parents] == [b"", b"", b"", b"", *keys[3:-1]]
+
+
+def test_many_slots_are_asked_for_in_several_messages_each_with_the_tails(daemon: FakeDaemon, steps: Steps) -> None:
+    steps.want_grants(GRANTS_PER_STEP_MAX - 10, kind=1)
+    assert len(steps.wait_grants(GRANTS_PER_STEP_MAX + 30, WAIT_S, tails=[(7, 8)])) == GRANTS_PER_STEP_MAX + 30
+    steps.settle(WAIT_S)
+    requests = [daemon.next() for _ in range(daemon.received.qsize())]
+    assert [list(request.grants_wanted) for request in requests[:3]] == [
+        [GRANTS_PER_STEP_MAX, 0], [30, GRANTS_PER_STEP_MAX - 30], [0, 20],
+    ]  # fmt: skip
+    assert [[at.slot for at in request.tails] for request in requests[:3]] == [[7], [7], [7]]
+    assert not any(request.grants_wanted or request.tails for request in requests[3:])
+    assert (steps.grants_free(1), steps.grants_coming(1)) == (GRANTS_PER_STEP_MAX - 10, 0)
+
+
+def test_what_is_counted_while_a_daemon_hangs_is_bounded(
+    daemon: FakeDaemon, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks in memory are loaded all the while, and each of them is counted."""
+    monkeypatch.setattr(steps_module, "RELEASES_QUEUED_MAX", 1_000)
+    daemon.go_on.clear()
+    for slot in range(3_000):
+        steps.lease(slot, 1)
+        steps.release(slot, 1, loaded=True)
+        steps.release(slot, 2, loaded=True)
+    for _ in range(2 * steps_module.MISSES_QUEUED_MAX):
+        steps.miss(3)
+    assert (len(steps._releases), len(steps._leases), len(steps._held), steps._operations) == (1_000, 0, 0, 1_000)
+    daemon.go_on.set()
+    steps.settle(WAIT_S)
+    requests = [daemon.next() for _ in range(daemon.received.qsize())]
+    assert sum(len(request.releases) for request in requests) == 1_000
+    assert sum(request.misses for request in requests) == 3 * steps_module.MISSES_QUEUED_MAX
+    assert steps._operations == 0
 
 
 def test_after_a_broken_stream_the_unanswered_are_sent_again_under_their_numbers(

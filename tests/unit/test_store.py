@@ -141,7 +141,7 @@ def granted_bytes(store: Store) -> int:
 
 def found(store: Store, session: Session, name: int) -> int:
     request = store_pb2.LookupRequest(namespace_id=session.group.kinds[0].namespace, tenant=TENANT, keys=[key(name)])
-    return store.lookup(request)[0]
+    return b"".join(store.lookup(request))[0]
 
 
 # -- attaching ---------------------------------------------------------------------------------------------------------
@@ -506,11 +506,32 @@ def test_a_lookup_checks_what_it_is_given(store: Store) -> None:
     namespace = session.group.kinds[0].namespace
     ten_thousand = [key(name) for name in range(10_000)]
     request = store_pb2.LookupRequest(namespace_id=namespace, tenant=TENANT, keys=ten_thousand)
-    assert store.lookup(request) == bytes(10_000)
+    slices = list(store.lookup(request))
+    assert b"".join(slices) == bytes(10_000)
+    assert max(map(len, slices)) == limits.LISTING_STEPS_PER_SLICE
     with pytest.raises(BadKey, match=r"key 6b has 1 bytes"):
-        store.lookup(store_pb2.LookupRequest(namespace_id=namespace, tenant=TENANT, keys=[b"k"]))
+        next(store.lookup(store_pb2.LookupRequest(namespace_id=namespace, tenant=TENANT, keys=[b"k"])))
     with pytest.raises(ProtocolError, match=r"of 16 bytes, not of 3 and 16"):
-        store.lookup(store_pb2.LookupRequest(namespace_id=b"abc", tenant=TENANT, keys=[]))
+        next(store.lookup(store_pb2.LookupRequest(namespace_id=b"abc", tenant=TENANT, keys=[])))
+
+
+def test_a_list_of_what_one_tenant_has_on_disk_is_made_in_slices_however_many_others_there_are(store: Store) -> None:
+    looked_at = 0
+
+    def usage() -> Iterator[tuple[bytes, bytes, int, int]]:
+        nonlocal looked_at
+        for number in range(3 * limits.LISTING_STEPS_PER_SLICE):
+            looked_at += 1
+            yield bytes(16), number.to_bytes(16, "big"), 1, 4096
+
+    fs = SimpleNamespace(name="fs", usage=usage, holds=lambda *_: True)
+    listed = Operations(store, store._tier, SimpleNamespace(fs=fs), started_ms=0)  # type: ignore[arg-type]
+    rows, before = [], 0
+    for page in listed.usage(admin_pb2.Selection(tenant_id=(9_999).to_bytes(16, "big"), tier="fs")):
+        assert looked_at - before <= limits.LISTING_STEPS_PER_SLICE
+        before = looked_at
+        rows += page.usage
+    assert [int.from_bytes(row.tenant_id, "big") for row in rows] == [9_999]
 
 
 # -- grants ------------------------------------------------------------------------------------------------------------
@@ -531,10 +552,25 @@ def test_a_large_arena_gives_one_group_a_sixteenth() -> None:
     assert len(grants(store, attach(store, chunk_bytes=size), 10_000)) == (64 << 20) // 16 // size == 128
 
 
+def test_one_message_is_granted_no_more_slots_than_the_loop_has_time_for() -> None:
+    store = make_store(256 << 20)
+    session = attach(store)
+    for _ in range(2):
+        reply = step(store, session, grants_wanted=[(1 << 32) - 1])
+        assert len(reply.grants[0].slots) == limits.GRANTS_PER_STEP_MAX
+        assert reply.grants[0].short == store_pb2.OUTCOME_NOT_GRANTED
+
+
 def test_all_groups_hold_at_most_a_quarter_of_the_arena_and_each_at_least_one_slot(store: Store) -> None:
     size = 64 << 10  # the arena holds 128, a quarter is 32
     counts = [len(grants(store, attach(store, chunk_bytes=size), 20)) for _ in range(4)]
     assert counts == [20, 12, 1, 1]
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, ARENA_BYTES + 1, (1 << 64) - 1])
+def test_a_chunk_of_an_impossible_size_is_refused_with_it(store: Store, chunk_bytes: int) -> None:
+    with pytest.raises(LimitExceeded, match=rf"a chunk of {chunk_bytes} bytes does not fit an arena"):
+        attach(store, chunk_bytes=chunk_bytes)
 
 
 def test_a_chunk_of_half_the_arena_still_gets_its_slot(store: Store) -> None:
@@ -632,6 +668,21 @@ def test_a_fresh_namespace_hides_what_was_there_and_ends_writes_begun_before(sto
     assert step(store, session, commits=[commit(after, 1)]).outcomes == [store_pb2.OUTCOME_STORED]
     # Another engine of the base namespace keeps what the first one had.
     assert found(store, attach(store), 1) == CPU
+
+
+def test_probes_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PROBES_MAX", 2)
+    session = attach(store)
+    for family in ("a", "b", "a"):
+        step(store, session, probe=store_pb2.Probe(engine_family=family, hash_algorithm="h", value=b"\x01"))
+    assert not session.group.refused
+    for field in ("engine_family", "hash_algorithm"):
+        with pytest.raises(LimitExceeded, match=r"longer than 128"):
+            step(store, session, probe=store_pb2.Probe(**{field: "x" * 129}))
+    with pytest.raises(LimitExceeded, match=r"longer than 128"):
+        step(store, session, probe=store_pb2.Probe(value=bytes(129)))
+    step(store, session, probe=store_pb2.Probe(engine_family="c", hash_algorithm="h", value=b"\x01"))
+    assert "knows the keys of 2 kinds of engines already" in session.group.refused
 
 
 def test_the_first_probe_wins_and_another_value_is_refused_with_both(store: Store) -> None:

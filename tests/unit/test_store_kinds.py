@@ -70,7 +70,7 @@ def found(store: Store, session: Session, kind: int, name: int) -> int:
     assert session.group is not None
     namespace = session.group.kinds[kind].namespace
     request = store_pb2.LookupRequest(namespace_id=namespace, tenant=TENANT, keys=[key(name)])
-    return store.lookup(request)[0]
+    return b"".join(store.lookup(request))[0]
 
 
 def test_the_scheduler_learns_namespace_and_size_of_each_kind(store: Store, scheduler: Session) -> None:
