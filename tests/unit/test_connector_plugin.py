@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 from connector import KVStoreConnector, metrics
 from connector.config import SPEC_MODULE_PATH, SPEC_NAME
 from kvstore.errors import SeedMismatch
+from kvstore.explanations import DECISIONS_KEPT
 from tests.unit.connector_engine import BLOCK_TOKENS, kv_cache_config, needs_states, vllm_config
 
 
@@ -271,3 +272,13 @@ def test_two_engines_with_one_engine_id_are_two_groups():
     one.instance_id, other.instance_id = "aaaaa", "bbbbb"
     groups = {build(config)._engine.group for config in (one, other)}
     assert groups == {"same.aaaaa", "same.bbbbb"}
+
+
+def test_engines_of_one_name_number_their_decisions_apart_so_that_the_daemon_keeps_both():
+    decisions = []
+    for _ in range(2):
+        admission = build(vllm_config(engine_id="same"))._scheduler_half._admission
+        admission.tell = decisions.append
+        admission.refused("request", [], 0, "TIER_FULL")
+    first, second = (decision.number for decision in decisions)
+    assert abs(first - second) > DECISIONS_KEPT  # of 2 ** 48
