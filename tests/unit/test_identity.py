@@ -146,8 +146,9 @@ def _write_code_in_place(model: Path) -> None:
 
 
 def _lead_a_link_elsewhere(model: Path) -> None:
-    (model / "new").symlink_to(model.parent / "next" / "model.safetensors")
-    (model / "new").rename(model / "linked.bin")
+    below = model / "below"
+    (below / "new").symlink_to(model.parent / "next" / "model.safetensors")
+    (below / "new").rename(below / "linked.bin")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,8 @@ def test_weights_that_changed_after_the_engine_began_are_noticed(
     weights_folder(tmp_path / "next")
     (model / "more.safetensors").write_bytes(b"loaded too")
     (model / "modeling.py").write_text("one")
-    (model / "linked.bin").symlink_to(tmp_path / "next" / "model.safetensors")
+    (model / "below").mkdir()
+    (model / "below" / "linked.bin").symlink_to(tmp_path / "next" / "model.safetensors")
     began_ns = _now_ns(tmp_path)
     assert not identity.weights_changed(str(model), None, began_ns)
     change(model)
