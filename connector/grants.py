@@ -3,7 +3,9 @@
 A request may be over before the daemon has answered it. So as many slots as the last second's requests took lie ready
 for the next ones, the reserve: at most RESERVE_SHARE of the arena, and none where nothing was stored for a second.
 
-The daemon bounds what an engine holds at once; what it is asked for stays within that bound.
+The daemon bounds what an engine holds at once; what it is asked for stays within that bound. A slot that is here is the
+engine's whether the daemon runs or not, until the daemon has been told what became of it; so a store into it begins
+without a look at the heartbeat, which only says how long to wait for slots that are not here.
 """
 
 from collections import deque
@@ -35,24 +37,22 @@ class Grants:
         row.grants_expected = grants
 
     def take(self, attached: Attached, count: int, kind: int) -> list[tuple[int, int]]:
-        if count == 0 or attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
-            return []  # a daemon that does not run could not be told that the store ended
+        if count == 0:
+            return []
         self._taken.append((self._clock(), kind, count))
         self._taken_lately[kind] += count  # what lacks slots included
         return attached.steps.take_grants(count, kind=kind)
 
     def lacks(self, attached: Attached, kind: int, wanted: int) -> bool:
-        enough = min(wanted, self._most(attached, kind))
-        slow = attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS
-        return wanted > 0 and (attached.steps.grants_free(kind) < enough or slow)
+        return wanted > 0 and attached.steps.grants_free(kind) < min(wanted, self._most(attached, kind))
 
     def may_come(self, attached: Attached, kind: int) -> bool:
         """A daemon that has no more to give will not have more next step."""
         return attached.steps.grants_coming(kind) > 0 or attached.steps.grants_short(kind) not in _FULL
 
     def why_short(self, attached: Attached, kind: int) -> str:
-        """Why there are fewer slots than are wanted."""
-        if attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
+        """Why there are fewer slots than are wanted: as the daemon said last, but where it was asked and is held up."""
+        if attached.steps.grants_coming(kind) and attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
             return "DAEMON_SLOW"
         return attached.steps.grants_short(kind).name.removeprefix("REJECTED_").replace("UNSPECIFIED", "NO_SLOT_YET")
 
@@ -71,8 +71,6 @@ class Grants:
             wanted = list(map(max, self._expected, reserve))
         if all(got >= most for got, most in zip(there, wanted, strict=True)):
             return  # as in most steps; the bounds below take longer than all the rest
-        if attached.session.table.heartbeat_age_ms() > HEARTBEAT_STALE_MS:
-            return
         soon = now - self._asked_at < GRANTS_RETRY_S
         growing: set[tuple[int, int]] | None = None
         for kind, (got, most) in enumerate(zip(there, wanted, strict=True)):

@@ -50,6 +50,9 @@ PROBE_TOKENS = (0, 1, 2, 255, 256, 65_535, 65_536, 1_000_003)
 """One of each width that a serialiser could write differently."""
 
 _HUB_SNAPSHOT = re.compile(r"/models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
+_DESCRIBES = re.compile(r"(\.md|\.gitattributes|\.png|\.jpe?g|\.gif|\.pdf)$|^(LICENSE|NOTICE)", re.IGNORECASE)
+"""Files of a model's repository that only people read."""
+
 _ROPE_FIELDS = (
     "rope_parameters",
     "rope_scaling",
@@ -198,21 +201,44 @@ def sample_offsets(size: int) -> list[int]:
 
 
 def weights_changed(model: str, revision: str | None, since_ns: int, *, cache_dir: str | None = None) -> bool:
-    """Whether these weights may have been others at that time, by the clock of their files (ctime: no copy sets it
-    back). A model of the hub whose first download was after it has had no others."""
+    """Whether these weights, or what else their identity speaks for, may have been others at that time, by the clock of
+    their files (ctime: no copy sets it back).
+
+    A folder that anything came into or went from since then counts as changed: of a weights file that was removed after
+    the engine had loaded it nothing else tells, and what remains has the identity of a model without it. A model of the
+    hub whose first download was since then has had no others; and where its name means another commit since then,
+    nothing has changed if each commit that is here computes with the same files.
+    """
     path = Path(model)
     if path.exists():
         if _HUB_SNAPSHOT.search(str(path.absolute())):
             return False
-        files = _weights_files(path) if path.is_dir() else [path]
-        return changed_ns(path, (file.stat().st_ctime_ns for file in files)) >= since_ns
+        files = [*_weights_files(path), *_settings_files(path)] if path.is_dir() else [path]
+        times = (status.st_ctime_ns for file in files for status in (file.stat(), file.lstat()))
+        return changed_ns(path, times) >= since_ns
     folder = _cached_repository(model, cache_dir)
     reference = folder / "refs" / (revision or "main")
-    return (
-        reference.is_file()
-        and reference.stat().st_ctime_ns >= since_ns
-        and len(list((folder / "snapshots").iterdir())) > 1
-    )
+    if not reference.is_file() or reference.stat().st_ctime_ns < since_ns:
+        return False
+    commits = [_computed_with(snapshot) for snapshot in (folder / "snapshots").iterdir()]
+    return any(commit != commits[0] for commit in commits)
+
+
+def _settings_files(folder: Path) -> Iterator[Path]:
+    """Whose content, or what is made of it, is in the document beside the weights' identity."""
+    return (path for path in folder.iterdir() if path.suffix in (".json", ".py") and path.is_file())
+
+
+def _computed_with(snapshot: Path) -> dict[str, Path]:
+    """The files of one commit in the hub's cache that reach a model's bytes, or may: where the content of each is. The
+    cache keeps a content once, under its hash, for all commits."""
+    found = {}
+    for directory, _, names in os.walk(snapshot):
+        for name in names:
+            if not _DESCRIBES.search(name):
+                path = Path(directory, name)
+                found[str(path.relative_to(snapshot))] = path.resolve()
+    return found
 
 
 def process_started_ns() -> int:

@@ -6,6 +6,7 @@ could not be reported, and its bytes would be used.
 """
 
 import logging
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,6 +50,8 @@ from kvstore.admission import Admission
 from kvstore.session import Attachment, Kind, Role, Session
 
 logger = logging.getLogger("vllm.connector.spec")
+
+DECISION_NUMBER_BITS = 48  # of the first one, at random
 
 
 @dataclass(slots=True)
@@ -151,6 +154,8 @@ class KVStoreSpec(OffloadingSpec):
                 tokens_per_chunk=lead.tokens_per_chunk,
                 kind=kinds.index(lead),
                 learning=learning(engine.vllm_config, engine.config.copy_backend),
+                # A later engine may have this one's name, and the daemon still know what this one decided.
+                first_number=1 + secrets.randbits(DECISION_NUMBER_BITS),
             ),
         )
 

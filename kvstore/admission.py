@@ -195,7 +195,7 @@ class _Ledger:
 
 class Admission:
     """See the module's docstring. `tell` is given each decision, and again what came of it; `kind` is that of the
-    chunks decided by; `learning` names what speeds depend on."""
+    chunks decided by; `learning` names what speeds depend on; `first_number` is that of the first decision."""
 
     def __init__(
         self,
@@ -208,6 +208,7 @@ class Admission:
         tell: Callable[[Decision], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         uniform: Callable[[], float] = random.random,
+        first_number: int = 1,
     ) -> None:
         self.mode = mode
         self._priors = priors
@@ -232,7 +233,7 @@ class Admission:
         self._ledgers = {CPU: _Ledger(), FS: _Ledger()}
         self._probe_until_s = -math.inf
         self._requests_stored = 0
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(first_number)
         self._stores_lately = mode is not Mode.NEVER
         self._documented: dict[str, int] = {}  # observations of each estimate when its document was made last
         self._open: dict[str, LoadVerdict] = {}  # request -> its last load decision

@@ -312,7 +312,7 @@ class _Connection:
         self._steps = Steps(session)
         self._jobs = itertools.count(1)
         self._refusals = itertools.count(1)  # told to the daemon
-        self._ended: dict[int, _native.Finished] = {}  # guarded by _ended_lock
+        self._ended: dict[int, _native.Finished] = {}  # jobs of calls under way; guarded by _ended_lock
         self._ended_lock = threading.Lock()
         self._put_turn = threading.Lock()
         self._put_ended_s = -GRANTS_IDLE_S  # the last turn; guarded by _put_turn
@@ -614,6 +614,7 @@ class _Connection:
         finally:
             self._copier.remove_regions(addresses)
             self._copier.wait([job], math.inf)  # where another call was lent it too, removing waits for nobody
+            self._take_ended(job)  # of a job that nobody waited for to the end
 
     def _submit(
         self,
@@ -638,9 +639,15 @@ class _Connection:
     def _ended_copy(self, job: int) -> _native.Finished:
         if not self._copier.wait([job], COPY_TIMEOUT_S):
             raise Unavailable(f"a copy between two memories of this host took longer than {COPY_TIMEOUT_S:g} s")
+        ended = self._take_ended(job)
+        assert ended is not None, f"job {job} has ended, and the copier does not say how"
+        return ended
+
+    def _take_ended(self, job: int) -> _native.Finished | None:
+        """What is known of its end; None when that was taken, or there was no such job."""
         with self._ended_lock:
             self._ended |= {finished.job: finished for finished in self._copier.finished()}
-            return self._ended.pop(job)
+            return self._ended.pop(job, None)
 
 
 def _require_keys(keys: Sequence[bytes]) -> None:

@@ -42,7 +42,7 @@ def is_full(index: Mapping[str, int], slot_bytes: int, capacity_bytes: int) -> b
 class Decision:
     """Lengths in tokens of the prompt, ends counted from its start."""
 
-    number: int  # of the engine's
+    number: int  # of the engine's; not 0
     request: str
     is_store: bool
     reason: str

@@ -106,6 +106,7 @@ class Session:
         self.group_state = GroupState.of(reply.group)
         self.premapping: Premapping | None = None  # of a process that copies
         self.channel = channel
+        self.token = token
         self.metadata = ((TOKEN_METADATA_KEY, token.hex()),)
         self._memory = memory
         self._table = table

@@ -7,9 +7,10 @@ Everything below is guarded by `_lock`; the callback `on_group` runs on the rece
 Order: messages are numbered, answered in order, and applied by the daemon once each. When the stream breaks while the
 session lives, the unanswered ones are sent again under their numbers, so a commit is neither lost nor done twice. When
 the daemon dies the session says so: `broken` is True, everything queued is dropped, and nobody waits any more. So it is
-when the daemon refuses a message; but then it lives, and the slots that this stream held are the group's until the next
-session's stream aborts them (`hand_over`). When this process dies, the daemon takes its grants back once the process
-has ended.
+when the daemon refuses a message. The daemon lives then, as it may where only the connection on arena.sock has ended,
+and the slots that this stream held are the group's: the next session's stream aborts them (`hand_over`), each once the
+copy into it has ended, and names the last answer that arrived here, for what later ones granted nobody knows but the
+daemon. When this process dies, the daemon takes its grants back once the process has ended.
 
 Bounds: at most QUEUED_OPERATIONS_MAX operations are queued; then touches are dropped first, and commits become aborts.
 Of decisions the newest DECISIONS_QUEUED_MAX wait to be sent; the daemon only remembers them for a person to ask.
@@ -159,7 +160,7 @@ class Steps:
         self._outcomes: OrderedDict[int, Outcome] = OrderedDict()
         self._unasked: set[int] = set()  # tickets whose outcomes nobody will ask for
         self._number = 0
-        self._answered = 0
+        self._answered = 0  # the last number
         self._fresh_number = 0  # grants answered to earlier messages belong to the namespace left behind
         self._unanswered: OrderedDict[int, _Unanswered] = OrderedDict()
 
@@ -167,7 +168,9 @@ class Steps:
         self._call: grpc.Call | None = None
         self._closing = False
         self._failure: KVStoreError | None = None
-        self._left: list[Ref] = []  # after a refusal: granted, and nobody writes to them any more
+        # Of this stream once it is broken, and of those before it: for a successor with the same daemon.
+        self._left: list[Ref] = []  # granted, and nobody writes to them any more
+        self._predecessors: deque[tuple[bytes, int]] = deque()  # tokens, and the last number answered; to be told
         self._successor: Steps | None = None
         self.group = session.group_state
 
@@ -256,6 +259,7 @@ class Steps:
                 self._tickets += count
                 tickets += range(first, first + count)
                 if not self._accepting():
+                    self._leave(zip(each.slots, each.generations, strict=True))
                     continue
                 if self._operations + count > QUEUED_OPERATIONS_MAX:
                     self._drop_touches()
@@ -271,14 +275,21 @@ class Steps:
                 self._leave([(slot, generation)])
 
     def hand_over(self, successor: "Steps") -> None:
-        """The daemon has refused this stream; `successor` is of a new session of the same group. What this one holds,
-        now and whenever a copy that still runs has ended, that one gives back. Of another daemon: nothing."""
-        if successor._session.instance_id != self._session.instance_id:
-            return
+        """This stream is broken; `successor` is of a new session of the same group. What this one holds, now and
+        whenever a copy that still runs has ended, that one gives back. Of another daemon: nothing."""
         with self._lock:
             self._successor = successor
             left, self._left = self._left, []
-            self._leave(left)
+            predecessors = list(self._predecessors)
+            self._predecessors.clear()
+            if self._is_of_successors_daemon():
+                successor._succeed(predecessors)
+                self._leave(left)
+
+    def _succeed(self, predecessors: Iterable[tuple[bytes, int]]) -> None:
+        with self._lock:
+            self._predecessors += predecessors
+            self._flush()
 
     def lease(self, slot: int, generation: int) -> None:
         """Ask that the chunk stay put. Renewed until as many `release` calls as `lease` calls came."""
@@ -498,6 +509,7 @@ class Steps:
             or self._misses
             or self._wanted
             or self._probe is not None
+            or self._predecessors
             or self._fresh
             or self._ping
             or self._news.decisions
@@ -574,13 +586,17 @@ class Steps:
         self._operations += 1
 
     def _leave(self, refs: Iterable[Ref]) -> None:
-        """Slots that this stream can not give back any more."""
-        if self._successor is not None:
+        """Slots that this stream can not give back any more, and that nobody writes to."""
+        if self._successor is None:
+            self._left += refs
+        elif self._is_of_successors_daemon():
             for ref in refs:
                 self._successor.abort(*ref)
             self._successor.flush()
-        elif self._failure is not None and not isinstance(self._failure, Unavailable):
-            self._left += refs
+
+    def _is_of_successors_daemon(self) -> bool:
+        assert self._successor is not None
+        return self._successor._session.instance_id == self._session.instance_id
 
     def _queue_lease(self, ref: Ref) -> None:
         if ref not in self._leases:
@@ -691,6 +707,9 @@ class Steps:
             for name, document in self._news.learned.items():
                 request.learned.add(name=name, document=document)
             self._news.learned, self._news.learned_wanted = {}, False
+        if self._predecessors:
+            token, answered = self._predecessors.popleft()
+            request.predecessor.token, request.predecessor.answered = token, answered
         if self._fresh:
             self._fresh_number = self._number
         if not self._wanted:
@@ -772,13 +791,6 @@ class Steps:
         with self._lock:
             if self._failure is not None:
                 return
-            for unanswered in self._unanswered.values():
-                for commits in unanswered.request.commits:
-                    self._left += zip(commits.slots, commits.generations, strict=True)
-                self._left += [(at.slot, at.generation) for at in unanswered.request.aborts]
-            for batch in self._commits:
-                self._left += zip(batch.commits.slots, batch.commits.generations, strict=True)
-            self._left += itertools.chain(self._aborts, *self._grants.values())
             self._break(refusal)
         self._session.give_up(refusal)
 
@@ -787,6 +799,7 @@ class Steps:
         with self._lock:
             unanswered = self._unanswered.pop(reply.number, None)
             if unanswered is not None:
+                self._answered = reply.number
                 request = unanswered.request
                 outcomes = [_OUTCOMES[outcome] for outcome in reply.outcomes]
                 outcomes += [Outcome.NOT_GRANTED] * (len(unanswered.tickets) - len(outcomes))
@@ -830,6 +843,17 @@ class Steps:
         if self._failure is not None:
             return
         self._failure = failure
+        for unanswered in self._unanswered.values():
+            request = unanswered.request
+            for commits in request.commits:
+                self._left += zip(commits.slots, commits.generations, strict=True)
+            self._left += [(at.slot, at.generation) for at in request.aborts]
+            if request.HasField("predecessor"):
+                self._predecessors.append((request.predecessor.token, request.predecessor.answered))
+        for batch in self._commits:
+            self._left += zip(batch.commits.slots, batch.commits.generations, strict=True)
+        self._left += itertools.chain(self._aborts, *self._grants.values())
+        self._predecessors.append((self._session.token, self._answered))
         for queue in (
             self._commits,
             self._aborts,

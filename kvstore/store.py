@@ -6,7 +6,8 @@ the next daemon. When an attached process dies, `hang_up` and `process_ended` sa
 
 Invariants, each kept after every call:
 * A grant belongs to one group and ends in commit or abort, or when every process of the group has ended or said
-  goodbye. Neither time nor a hang-up ends one.
+  goodbye. Neither time nor a hang-up ends one. An answer that never arrived granted nothing: the session that follows
+  the one it was for says so, and such grants are aborted.
 * `Group.granted` holds exactly the grants that the Index holds for that group.
 * A commit makes a chunk visible only when its reference is granted to the group that sends it, in the namespace that
   its kind had when it was granted, and the group is not refused.
@@ -374,14 +375,11 @@ class Store:
         _require_well_formed(request, batches, session.last_number, len(group.kinds))
 
         reply = store_pb2.StepReply(number=request.number)
+        self._end_predecessor(group, request.predecessor)
         if request.HasField("probe") or request.fresh_namespace:
             self._change_state(group, request, reply)
         # Before the commits: what a request missed is explained by what had happened until then.
-        sick = "" if self._movement is None or not request.decisions else self._movement.fs.sick or ""
-        for decision in request.decisions:
-            # What came of a decision may be told to another daemon, before the workers have come to it.
-            namespace = group.kinds[decision.kind].namespace if decision.kind < len(group.kinds) else b""
-            self.explanations.told(group.name, namespace, decision, now_ms, sick=sick)
+        self._remember_decisions(group, request, now_ms)
         for batch in batches:
             reply.outcomes.extend(cast("list[store_pb2.Outcome]", self._commit(group, batch, now_ms)))
         self._abort(group, [(at.slot, at.generation) for at in request.aborts])
@@ -444,6 +442,25 @@ class Store:
         state = self.group_state(group)
         if state != before:
             reply.group.CopyFrom(state)
+
+    def _remember_decisions(self, group: Group, request: store_pb2.StepRequest, now_ms: int) -> None:
+        sick = "" if self._movement is None or not request.decisions else self._movement.fs.sick or ""
+        for decision in request.decisions:
+            # What came of a decision may be told to another daemon, before the workers have come to it.
+            namespace = group.kinds[decision.kind].namespace if decision.kind < len(group.kinds) else b""
+            self.explanations.told(group.name, namespace, decision, now_ms, sick=sick)
+
+    def _end_predecessor(self, group: Group, predecessor: store_pb2.Predecessor) -> None:
+        """An earlier session of the group, whose connection had ended without a goodbye though its process lives.
+        Mostly there is none."""
+        session = self._sessions.get(predecessor.token)
+        if session is None or session.connected or session.group is not group:
+            return
+        for number, reply in session.replies.items():
+            if number > predecessor.answered:
+                for grants in reply.grants:
+                    self._abort(group, zip(grants.slots, grants.generations, strict=True))
+        self.process_ended(session)
 
     def _was_read(self, group_number: int, chunks: int, seconds: float) -> None:
         for group in self._groups.values():

@@ -191,6 +191,27 @@ def test_a_put_whose_copy_fails_leaves_no_chunk_and_no_slot() -> None:
         assert client.get("s", list(chunks)) == list(chunks.values())
 
 
+def test_of_copies_that_nobody_waited_for_to_the_end_nothing_is_kept(client: StoreClient) -> None:
+    chunks = {key(name): payload(name) for name in range(8)}
+    client.put("s", chunks)
+    connection = client._connection
+    assert connection is not None
+
+    def gives_up(_: int) -> Finished:
+        raise Unavailable("the copy takes too long")
+
+    ended_copy, connection._ended_copy = connection._ended_copy, gives_up  # type: ignore[method-assign]
+    for name in range(3):
+        with pytest.raises(Unavailable, match="too long"):
+            client.put("s", {key(100 + name): payload(name)})
+        with pytest.raises(Unavailable, match="too long"):
+            client.get_into("s", {key(name): bytearray(CHUNK_BYTES)})
+    connection._ended_copy = ended_copy  # type: ignore[method-assign]
+    assert client.get("s", list(chunks)) == list(chunks.values())
+    client.put("s", {key(100): payload(100)})
+    assert connection._ended == {}
+
+
 def test_a_slot_is_given_back_only_when_the_copy_into_it_has_ended() -> None:
     size = 4096
     with HangingMemory(size) as memory, running_daemon() as daemon, client_of(daemon, chunk_bytes=size) as client:

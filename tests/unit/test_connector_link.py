@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from connector import link as link_module
-from connector.link import Link
+from connector.link import LOOK_S, RECONNECT_S_MAX, REFUSED_PAUSE_S_MAX, WENT_WELL_S, Link
 from kvstore.errors import NamespaceMismatch, ProtocolError, SeedMismatch, Unavailable
 from kvstore.session import Attachment, Role
 
 BOUND_S = 10.0
 ATTACHMENT = Attachment(role=Role.SCHEDULER, hash_seed="0", group="g")
+ENDPOINT = "unix:///x/kvstore.sock"
 
 
 class PretendedSession:
@@ -37,14 +37,15 @@ class PretendedSession:
 class Daemons:
     """What `attach` meets, one outcome a call; the last one is repeated."""
 
-    def __init__(self, *outcomes):
+    def __init__(self, *outcomes, endpoint=ENDPOINT):
+        self.endpoint = endpoint
         self.outcomes = list(outcomes)
         self.calls = queue.Queue()
         self.attached = queue.Queue()
         self.events = []
 
     def attach(self, endpoint, attachment, *, timeout_s, on_lost):
-        assert (endpoint, attachment) == ("unix:///x/kvstore.sock", ATTACHMENT)
+        assert (endpoint, attachment) == (self.endpoint, ATTACHMENT)
         assert timeout_s <= 5.0
         outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
         self.calls.put(outcome)
@@ -61,7 +62,7 @@ class Daemons:
             self.events.append(("detached", session.closed.is_set()))
 
         hooks = {"on_attached": on_attached, "on_detached": on_detached, **hooks}
-        return Link("unix:///x/kvstore.sock", ATTACHMENT, attach=self.attach, **hooks)
+        return Link(self.endpoint, ATTACHMENT, attach=self.attach, **hooks)
 
 
 GONE = Unavailable("nobody there")
@@ -125,25 +126,81 @@ def test_memory_that_can_not_be_unmapped_does_not_keep_the_engine_from_the_next_
     link.close()
 
 
-def test_an_engine_whose_message_was_refused_attaches_again_later_each_time_and_says_why(caplog, monkeypatch):
-    monkeypatch.setattr(link_module, "REFUSED_PAUSE_S_MIN", 0.001)
-    monkeypatch.setattr(link_module, "REFUSED_PAUSE_S_MAX", 0.004)
-    daemons = Daemons("yes")
-    link = daemons.link()
-    pauses = []
-    pause = link._pause
-    monkeypatch.setattr(link, "_pause", lambda pause_s: (pauses.append(pause_s), pause(pause_s)))
-    link.start()
-    for number in range(4):
-        session = daemons.attached.get(timeout=BOUND_S)
-        session.give_up(ProtocolError(f"reason {number}"))
+class PretendedTime:
+    """A wait passes at once; the clock says what it would have taken. `then`: called after each one."""
+
+    def __init__(self, then=lambda: None):
+        self.now_s = 100.0
+        self.then = then
+
+    def clock(self):
+        return self.now_s
+
+    def wait(self, event, timeout_s):
+        self.now_s += timeout_s
+        self.then()
+        return event.is_set()
+
+
+def refused(daemons, time, reason="no such kind"):
+    """The current session is; how long it took until the next attempt."""
+    session = daemons.attached.get(timeout=BOUND_S)
+    began_s = time.now_s
+    session.give_up(ProtocolError(reason))
+    while daemons.attached.empty():
         assert session.closed.wait(BOUND_S)
+    return time.now_s - began_s
+
+
+def test_an_engine_whose_message_was_refused_attaches_again_later_each_time_and_says_why(caplog):
+    daemons, time = Daemons("yes"), PretendedTime()
+    link = daemons.link(clock=time.clock, wait=time.wait)
+    link.start()
+    assert [refused(daemons, time, f"reason {number}") for number in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert all(f"reason {number}" in record.message for number, record in enumerate(caplog.records))
     daemons.attached.get(timeout=BOUND_S).lose()  # another daemon, with which it may go well
-    daemons.attached.get(timeout=BOUND_S).give_up(ProtocolError("once more"))
-    daemons.attached.get(timeout=BOUND_S)
-    assert pauses == [0.001, 0.002, 0.004, 0.004, 0.001]
-    reasons = [record.message for record in caplog.records if "reason " in record.message]
-    assert [f"reason {number}" in message for number, message in enumerate(reasons)] == [True] * 4
+    assert refused(daemons, time) == 1
+    link.close()
+
+
+def test_the_pause_after_a_refusal_is_short_again_once_a_session_went_well_for_a_while():
+    daemons, time = Daemons("yes"), PretendedTime()
+    link = daemons.link(clock=time.clock, wait=time.wait)
+    link.start()
+    pauses = [refused(daemons, time) for _ in range(3)]
+    time.now_s += WENT_WELL_S - 1
+    pauses.append(refused(daemons, time))
+    time.now_s += WENT_WELL_S
+    pauses += [refused(daemons, time) for _ in range(2)]
+    assert pauses == [1, 2, 4, 8, 1, 2]
+    link.close()
+
+
+@pytest.mark.parametrize("goes_cleanly", [True, False])
+def test_another_daemon_ends_the_pause_after_a_refusal(tmp_path, goes_cleanly):
+    socket = tmp_path / "arena.sock"
+    socket.touch()
+    daemons, time = Daemons("yes", endpoint=f"unix://{tmp_path}/kvstore.sock"), PretendedTime()
+    link = daemons.link(clock=time.clock, wait=time.wait)
+    link.start()
+    while refused(daemons, time) < REFUSED_PAUSE_S_MAX:
+        pass
+    back_s = time.now_s + 20
+
+    def come_back():
+        if goes_cleanly and time.now_s >= back_s - 10:  # nobody answers from here on
+            socket.unlink(missing_ok=True)
+            daemons.outcomes = [GONE]
+        if time.now_s >= back_s:
+            time.then = lambda: None
+            (tmp_path / "new").touch()
+            (tmp_path / "new").rename(socket)  # the old one's inode is not free yet
+            daemons.outcomes = ["yes"]
+
+    time.then = come_back
+    refused(daemons, time)
+    assert back_s <= time.now_s <= back_s + LOOK_S + 1.0 < back_s + RECONNECT_S_MAX
+    assert refused(daemons, time) == 1  # that one has refused nothing yet
     link.close()
 
 

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 from connector import KVStoreConnector, metrics
 from connector.config import SPEC_MODULE_PATH, SPEC_NAME
 from kvstore.errors import SeedMismatch
+from kvstore.explanations import DECISIONS_KEPT
 from tests.unit.connector_engine import BLOCK_TOKENS, PretendEngine, kv_cache_config, needs_states, vllm_config
 
 
@@ -296,3 +297,13 @@ def test_data_parallel_ranks_of_an_engine_with_a_long_id_are_groups_of_their_own
     one, other = (vllm_config(engine_id=f"{'x' * 64}_dp{rank}") for rank in range(2))
     one.instance_id = other.instance_id = "aaaaa"
     assert build(one)._engine.group != build(other)._engine.group
+
+
+def test_engines_of_one_name_number_their_decisions_apart_so_that_the_daemon_keeps_both():
+    decisions = []
+    for _ in range(2):
+        admission = build(vllm_config(engine_id="same"))._scheduler_half._admission
+        admission.tell = decisions.append
+        admission.refused("request", [], 0, "TIER_FULL")
+    first, second = (decision.number for decision in decisions)
+    assert abs(first - second) > DECISIONS_KEPT  # of 2 ** 48

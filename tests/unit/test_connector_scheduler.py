@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import os
 from dataclasses import replace
 
@@ -519,22 +520,95 @@ def test_a_full_tier_is_not_asked_in_every_step():
     assert len(asked) == 2
 
 
-def test_no_store_begins_while_the_daemons_heart_stands_still_but_loads_go_on(engine):
+def hold_up(engine, ms=math.inf):
+    """The daemon does not run: it answers nothing, and its heartbeat is so old."""
+    engine.steps.answered = False
+    engine.daemon.heartbeat_age_ms = ms
+
+
+def go_on(engine):
+    engine.daemon.heartbeat_age_ms = 0.0
+    engine.steps.answered = True
+    engine.steps.answer()
+
+
+def test_stores_into_slots_that_are_here_and_loads_go_on_while_the_daemon_is_held_up(engine):
     engine.serve("cold", PROMPT)
-    engine.daemon.heartbeat_age_ms = 151.0
-    warm(engine, "warm", [*PROMPT, *range(100, 140)])
+    empty_own_cache(engine)
+    engine.add("warm", [*PROMPT, *range(100, 140)])  # its slots come with it
+    hold_up(engine)
+    engine.run()
     assert engine.daemon.hits == 5
-    assert len(engine.daemon.stored) == 5
+    assert len(engine.daemon.stored) == 10
+    for req_id in ("with what was left", "without a slot"):  # as many as were loaded; for others there is no waiting
+        engine.serve(req_id, [*req_id.encode(), *PROMPT])
+        assert len(engine.daemon.stored) == 15
+    go_on(engine)
+    assert len(engine.daemon.granted) == len(engine.steps.free)
 
 
-def test_a_store_waits_for_a_daemon_that_was_held_up_for_a_moment(engine):
+def test_a_store_waits_for_slots_of_a_daemon_that_was_held_up_for_a_moment(engine):
+    hold_up(engine, 400.0)
     engine.add("cold", PROMPT)
-    engine.daemon.heartbeat_age_ms = 400.0
     engine.step()
     assert not engine.half.jobs.running
-    engine.daemon.heartbeat_age_ms = 0.0
+    go_on(engine)
     engine.run()
     assert len(engine.daemon.stored) == 5
+
+
+# ---- why there was no slot
+
+
+def refusals(engine):
+    told = [decision for decision in engine.steps.told if decision.is_store and decision.refused]
+    return [(decision.reason, len(decision.refused)) for decision in told]
+
+
+@pytest.fixture
+def waiting(engine):
+    """Each step takes half of the time that a store waits for slots."""
+    engine.clock_s = 100.0
+
+    def clock():
+        return engine.clock_s
+
+    engine.use(clock=clock)
+    step = engine.step
+
+    def slow_step():
+        engine.clock_s += STORE_WAIT_S / 2
+        return step()
+
+    engine.step = slow_step
+    return engine
+
+
+@pytest.mark.parametrize("age_ms", [151.0, math.inf])
+def test_a_daemon_that_was_asked_and_is_held_up_is_slow(waiting, age_ms):
+    hold_up(waiting, age_ms)
+    waiting.serve("cold", PROMPT)
+    assert refusals(waiting) == [("DAEMON_SLOW", 5)]
+
+
+def test_slots_that_a_running_daemon_has_not_granted_yet_are_told_so(waiting):
+    waiting.steps.answered = False
+    waiting.serve("cold", PROMPT)
+    assert refusals(waiting) == [("NO_SLOT_YET", 5)]
+
+
+@pytest.mark.parametrize("held_up", [False, True])
+@pytest.mark.parametrize(("pool", "slots", "reason"), [(2, 64, "NOT_GRANTED"), (64, 2, "TIER_FULL")])
+def test_what_the_daemon_said_last_is_told_though_it_is_held_up_now(pool, slots, reason, held_up):
+    """An engine that holds its share already, and a tier that is full."""
+    engine = PretendEngine(slots=slots)
+    engine.daemon.pool = pool
+    engine.add("cold", PROMPT, max_tokens=1)
+    if held_up:
+        engine.daemon.heartbeat_age_ms = math.inf
+    engine.run()
+    assert refusals(engine) == [(reason, 3)]
+    assert len(engine.daemon.stored) == 2
 
 
 # ---- reset, ids, identity

@@ -17,21 +17,15 @@ BOUND_S = 10.0
 
 
 class Clock:
-    """Stands for time, and for the event that a link waits on between two attempts."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        assert timeout_s is not None, "a wait without an end"
+    def __call__(self) -> float:
+        return self.now_s
+
+    def wait(self, _: threading.Event, timeout_s: float) -> bool:
         self.now_s += timeout_s
         return False
-
-    def set(self) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
 
 
 class Session:
@@ -46,7 +40,6 @@ class Session:
 def test_a_daemon_that_returns_is_found_within_five_seconds(how: str, away_s: float) -> None:
     clock = Clock()
     attached: queue.Queue[float] = queue.Queue()
-    held = threading.Event()
 
     def attach(endpoint: str, attachment: Attachment, *, timeout_s: float, on_lost: object) -> Session:  # noqa: ARG001
         attempts.append(clock.now_s)
@@ -58,15 +51,14 @@ def test_a_daemon_that_returns_is_found_within_five_seconds(how: str, away_s: fl
 
     def on_attached(session: Session) -> Session:
         attached.put(clock.now_s)
-        link._wake = held  # type: ignore[assignment]  # from here on there is nothing more to do
         return session
 
     attempts: list[float] = []
     link = Link(
         "unix:///x/kvstore.sock", Attachment(role=Role.SCHEDULER, hash_seed="0", group="g"),
         on_attached=on_attached, on_detached=lambda _: None, attach=attach,  # type: ignore[arg-type]
+        clock=clock, wait=clock.wait,
     )  # fmt: skip
-    link._wake = clock  # type: ignore[assignment]
     link.start()
     found_s = attached.get(timeout=BOUND_S)
     link.close()

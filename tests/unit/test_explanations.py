@@ -321,6 +321,15 @@ def test_engines_number_their_decisions_independently() -> None:
     assert len(list(known.of_request("request-1", 0))) == 2
 
 
+def test_decisions_of_an_engine_and_of_a_later_one_of_its_name_stay_apart() -> None:
+    known = Explanations()
+    earlier, later = (load(number, request="request-1") for number in (7, 1 << 47))
+    tell(known, earlier, later)
+    earlier.outcome = "loaded"
+    tell(known, earlier)
+    assert [each.decision.outcome for each in known.of_request("request-1", 0)] == ["loaded", ""]
+
+
 def test_decisions_are_counted_once_and_balances_once_their_outcome_is_known() -> None:
     known = Explanations()
     slow, quick = load(1), load(2)

@@ -132,12 +132,46 @@ def _replace_the_folder(model: Path) -> None:
     (model.parent / "next").rename(model)
 
 
-@pytest.mark.parametrize("change", [_replace_a_file, _write_in_place, _replace_the_folder])
+def _remove_a_file(model: Path) -> None:
+    (model / "more.safetensors").unlink()
+
+
+def _remove_a_file_and_describe_the_rest(model: Path) -> None:
+    _remove_a_file(model)
+    (model / "README.md").write_text("without it")
+
+
+def _write_code_in_place(model: Path) -> None:
+    (model / "modeling.py").write_text("other")
+
+
+def _lead_a_link_elsewhere(model: Path) -> None:
+    below = model / "below"
+    (below / "new").symlink_to(model.parent / "next" / "model.safetensors")
+    (below / "new").rename(below / "linked.bin")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _replace_a_file,
+        _write_in_place,
+        _replace_the_folder,
+        _remove_a_file,
+        _remove_a_file_and_describe_the_rest,
+        _write_code_in_place,
+        _lead_a_link_elsewhere,
+    ],
+)
 def test_weights_that_changed_after_the_engine_began_are_noticed(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     model = weights_folder(tmp_path / "model")
     weights_folder(tmp_path / "next")
+    (model / "more.safetensors").write_bytes(b"loaded too")
+    (model / "modeling.py").write_text("one")
+    (model / "below").mkdir()
+    (model / "below" / "linked.bin").symlink_to(tmp_path / "next" / "model.safetensors")
     began_ns = _now_ns(tmp_path)
     assert not identity.weights_changed(str(model), None, began_ns)
     change(model)
@@ -155,19 +189,53 @@ def test_a_link_that_led_to_other_weights_is_noticed(tmp_path: Path) -> None:
     assert identity.weights_changed(str(link), None, began_ns)
 
 
-def test_a_model_of_the_hub_has_changed_when_its_name_meant_another_commit(tmp_path: Path) -> None:
+def _commit_in_cache(repository: Path, commit: str, **files: str) -> Path:
+    """As the hub's library lays it out: each content once, and links to it."""
+    snapshot = repository / "snapshots" / commit
+    for folder in (repository / "refs", repository / "blobs", snapshot):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        blob = repository / "blobs" / content
+        if not blob.exists():
+            blob.write_text(content)
+        (snapshot / name.replace("_", ".")).symlink_to(blob)
+    (repository / "refs" / "main").write_text(commit)
+    return snapshot
+
+
+def test_a_model_of_the_hub_has_changed_when_its_name_meant_other_weights(tmp_path: Path) -> None:
     repository = tmp_path / "models--org--name"
     began_ns = _now_ns(tmp_path)
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(COMMIT)
-    snapshot = repository / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
+    snapshot = _commit_in_cache(repository, COMMIT, model_safetensors="one")
     assert not identity.weights_changed("org/name", None, began_ns, cache_dir=str(tmp_path))  # its first download
-    (repository / "snapshots" / COMMIT[::-1]).mkdir()
+    _commit_in_cache(repository, COMMIT[::-1], model_safetensors="other")
     assert identity.weights_changed("org/name", None, began_ns, cache_dir=str(tmp_path))
     assert not identity.weights_changed("org/name", COMMIT, began_ns, cache_dir=str(tmp_path))
     assert not identity.weights_changed(str(snapshot), None, began_ns)
     assert not identity.weights_changed("org/name", None, _now_ns(tmp_path), cache_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("later", "changed"),
+    [
+        ({}, False),
+        ({"README_md": "more words"}, False),
+        ({"model_safetensors": "w2"}, True),
+        ({"more_safetensors": "w"}, True),
+        ({"config_json": "c2"}, True),
+        ({"modeling_py": "p2"}, True),
+    ],
+)
+def test_a_commit_of_the_hub_that_changes_only_what_people_read_changes_nothing(
+    tmp_path: Path, later: dict[str, str], changed: bool
+) -> None:
+    repository, began_ns = tmp_path / "models--org--name", _now_ns(tmp_path)
+    files = {"model_safetensors": "w", "config_json": "c", "modeling_py": "p", "README_md": "words"}
+    _commit_in_cache(repository, COMMIT, **files)
+    _commit_in_cache(repository, COMMIT[::-1], **files | later)
+    assert identity.weights_changed("org/name", None, began_ns, cache_dir=str(tmp_path)) is changed
+    (repository / "snapshots" / COMMIT / "model.safetensors").unlink()  # of a commit that is not here as a whole
+    assert identity.weights_changed("org/name", None, began_ns, cache_dir=str(tmp_path))
 
 
 # ---- seed and probe

@@ -66,6 +66,7 @@ class FakeSession:
         self.channel = channel
         self.metadata = ()
         self.instance_id = b"i" * 16
+        self.token = b"token"
         self.group_state = GroupState(True, (KindState(b"n" * 16, 4096),), "")
         self.lose: Callable[[], None] = lambda: None
         self.refusal: KVStoreError | None = None
@@ -324,6 +325,71 @@ def test_what_a_refused_stream_held_the_next_one_gives_back(
     successor.close()
     aborted = [(at.slot, at.generation) for _ in range(daemon.received.qsize()) for at in daemon.next().aborts]
     assert sorted(aborted) == ([*granted[:5], (100, 2)] if same_daemon else [])
+
+
+@pytest.mark.parametrize("same_daemon", [True, False])
+def test_what_a_stream_held_whose_connection_ended_though_the_daemon_lives_the_next_one_gives_back(
+    daemon: FakeDaemon, session: FakeSession, steps: Steps, same_daemon: bool
+) -> None:
+    granted = steps.wait_grants(6, WAIT_S)
+    steps.want_grants(1, kind=1)  # never taken
+    steps.settle(WAIT_S)
+    daemon.go_on.clear()
+    steps.abort(*granted[0])
+    steps.commit(*granted[1], TENANT, key(1), b"")
+    steps.want_grants(2)  # nobody will know which
+    steps.flush()
+    while not daemon.next().aborts:
+        pass
+    steps.abort(*granted[2])  # not sent
+    steps.flush()
+    session.lose()
+    assert steps.broken
+    daemon.go_on.set()
+    steps.commit(*granted[3], TENANT, key(3), b"")  # the copy into this one ended before there was another session
+    other = FakeSession(session.channel)
+    other.token = b"another"
+    if not same_daemon:
+        other.instance_id = b"j" * 16
+    successor = Steps(other)  # type: ignore[arg-type]
+    steps.hand_over(successor)
+    steps.abort(*granted[4])  # and this one after; into the last one it still runs
+    while not daemon.received.empty():
+        daemon.next()
+    successor.settle(WAIT_S)
+    successor.close()
+    sent = [daemon.next() for _ in range(daemon.received.qsize())]
+    aborted = [(at.slot, at.generation) for request in sent for at in request.aborts]
+    assert sorted(aborted) == ([*granted[:5], (100, 2)] if same_daemon else [])
+    told = [(request.predecessor.token, request.predecessor.answered) for request in sent if request.predecessor.token]
+    assert told == ([(b"token", 2)] if same_daemon else [])
+
+
+def test_what_a_successor_could_not_give_back_either_the_one_after_it_does(
+    daemon: FakeDaemon, session: FakeSession, steps: Steps
+) -> None:
+    [granted, running] = steps.wait_grants(2, WAIT_S)
+    session.lose()
+    steps.abort(*granted)
+    daemon.go_on.clear()
+    others = [FakeSession(session.channel) for _ in range(2)]
+    others[0].token = b"another"
+    second, third = (Steps(other) for other in others)  # type: ignore[arg-type]
+    steps.hand_over(second)
+    while not daemon.next().HasField("predecessor"):
+        pass
+    others[0].lose()
+    daemon.go_on.set()
+    steps.abort(*running)
+    second.hand_over(third)
+    while not daemon.received.empty():
+        daemon.next()
+    third.settle(WAIT_S)
+    third.close()
+    sent = [daemon.next() for _ in range(daemon.received.qsize())]
+    assert sorted((at.slot, at.generation) for request in sent for at in request.aborts) == sorted([granted, running])
+    told = [(request.predecessor.token, request.predecessor.answered) for request in sent if request.predecessor.token]
+    assert told == [(b"token", 1), (b"another", 0)]
 
 
 @pytest.mark.parametrize("leased", [False, True])

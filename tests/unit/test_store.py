@@ -631,6 +631,36 @@ def test_leases_end_with_the_last_connection(store: Store) -> None:
     assert operations(store).stats(0).tiers[0].pinned_bytes == 0
 
 
+def test_what_an_answer_granted_that_never_arrived_goes_back_when_the_next_session_says_so(store: Store) -> None:
+    attach(store, WORKER)
+    earlier = attach(store, SCHEDULER)
+    kept = grants(store, earlier, 2)
+    for count in (3, 4):
+        grants(store, earlier, count)  # 2 is the last message whose answer arrives
+    step(store, earlier, 4, commits=[commit(kept[0], 1)])
+    store.hang_up(earlier)
+    session = attach(store, SCHEDULER)
+    said = store_pb2.Predecessor(token=earlier.token, answered=2)
+    for _ in range(2):  # the second one comes to nothing
+        step(store, session, predecessor=said)
+        assert granted_bytes(store) == (1 + 3) * CHUNK_BYTES
+        assert not store.watched(earlier)
+    assert step(store, session, commits=[commit(kept[1], 2)]).outcomes == [store_pb2.OUTCOME_STORED]
+
+
+def test_no_session_ends_one_that_is_connected_or_of_another_group(store: Store) -> None:
+    earlier, session = attach(store), attach(store)
+    grants(store, earlier, 3)
+    said = store_pb2.Predecessor(token=earlier.token, answered=0)
+    step(store, session, predecessor=said)
+    step(store, earlier, predecessor=said)
+    store.hang_up(earlier)
+    step(store, session, predecessor=said)
+    step(store, session, predecessor=store_pb2.Predecessor(token=b"nobody's"))
+    assert granted_bytes(store) == 3 * CHUNK_BYTES
+    assert store.watched(earlier)
+
+
 def test_a_process_that_hangs_up_without_grants_is_forgotten_at_once(store: Store) -> None:
     session = attach(store)
     store.hang_up(session)

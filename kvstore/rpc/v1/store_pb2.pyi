@@ -260,8 +260,16 @@ class Read(_message.Message):
     seconds: float
     def __init__(self, chunks: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class Predecessor(_message.Message):
+    __slots__ = ("token", "answered")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    answered: int
+    def __init__(self, token: _Optional[bytes] = ..., answered: _Optional[int] = ...) -> None: ...
+
 class StepRequest(_message.Message):
-    __slots__ = ("number", "instance_id", "grants_wanted", "commits", "aborts", "leases", "releases", "touches", "misses", "probe", "fresh_namespace", "promotes", "decisions", "learning", "learned", "learned_wanted", "tails")
+    __slots__ = ("number", "instance_id", "grants_wanted", "commits", "aborts", "leases", "releases", "touches", "misses", "probe", "fresh_namespace", "promotes", "decisions", "learning", "learned", "learned_wanted", "predecessor", "tails")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     GRANTS_WANTED_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +286,7 @@ class StepRequest(_message.Message):
     LEARNING_FIELD_NUMBER: _ClassVar[int]
     LEARNED_FIELD_NUMBER: _ClassVar[int]
     LEARNED_WANTED_FIELD_NUMBER: _ClassVar[int]
+    PREDECESSOR_FIELD_NUMBER: _ClassVar[int]
     TAILS_FIELD_NUMBER: _ClassVar[int]
     number: int
     instance_id: bytes
@@ -295,8 +304,9 @@ class StepRequest(_message.Message):
     learning: str
     learned: _containers.RepeatedCompositeFieldContainer[Learned]
     learned_wanted: bool
+    predecessor: Predecessor
     tails: _containers.RepeatedCompositeFieldContainer[SlotRef]
-    def __init__(self, number: _Optional[int] = ..., instance_id: _Optional[bytes] = ..., grants_wanted: _Optional[_Iterable[int]] = ..., commits: _Optional[_Iterable[_Union[Commits, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., touches: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., misses: _Optional[int] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., fresh_namespace: bool = ..., promotes: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., learning: _Optional[str] = ..., learned: _Optional[_Iterable[_Union[Learned, _Mapping]]] = ..., learned_wanted: bool = ..., tails: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., instance_id: _Optional[bytes] = ..., grants_wanted: _Optional[_Iterable[int]] = ..., commits: _Optional[_Iterable[_Union[Commits, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., touches: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., misses: _Optional[int] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., fresh_namespace: bool = ..., promotes: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., learning: _Optional[str] = ..., learned: _Optional[_Iterable[_Union[Learned, _Mapping]]] = ..., learned_wanted: bool = ..., predecessor: _Optional[_Union[Predecessor, _Mapping]] = ..., tails: _Optional[_Iterable[_Union[SlotRef, _Mapping]]] = ...) -> None: ...
 
 class Grants(_message.Message):
     __slots__ = ("slots", "generations", "short")
