@@ -5,10 +5,10 @@
 // submission. Several threads may be at one request: its pieces go to whoever is free, so that a single request too
 // keeps a disk busy, and checksums are taken while other pieces are under way. Where many requests are under way a
 // thread takes several pieces and moves them with one call. The head goes with the first piece, which is taken last: a
-// head to be written bears the checksum of all. Reads go first: a piece of a write starts only
-// while no read waits, or after the write has waited WRITE_PATIENCE. One watcher thread looks after deadlines. Finished
-// requests are collected with `poll`; an eventfd becomes readable when there is something to collect, so an event loop
-// can watch it. One mutex guards the queues; no I/O is done under it.
+// head to be written bears the checksum of all. Reads go first: a piece of a write starts only while no read waits, or
+// after the write has waited WRITE_PATIENCE. One watcher thread looks after deadlines. Finished requests are collected
+// with `poll`; an eventfd becomes readable when there is something to collect, so an event loop can watch it. One mutex
+// guards the queues; no I/O is done under it.
 //
 // Deadlines: a request that is still waiting at its deadline is cancelled (ETIMEDOUT, its memory is free). One that is
 // running is reported `late` once, and again, finally, when its call has returned: until then its memory belongs to the

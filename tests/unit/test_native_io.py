@@ -101,6 +101,30 @@ def test_pieces_make_the_whole_and_its_checksum(fd: int, threads: int, nbytes: i
     assert pool.pool.close(WAIT_S)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_several_pieces_with_one_call_make_the_whole_and_its_checksum(fd: int, threads: int) -> None:
+    """The more requests are under way, the more pieces go at once: from one to the most, with what is left over."""
+    count, nbytes = 8, 6 * PIECE_BYTES + 4096
+    payloads = [os.urandom(nbytes) for _ in range(count)]
+    memories = Memories(count, nbytes)
+    pool = Pool(threads, threads)
+    pool.pool.add_region(*memories.region)
+    for number, payload in enumerate(payloads):
+        memory = memories.fill(number, payload)
+        pool.pool.write(number, fd, number * (4096 + nbytes), *memory, head=bytes(4096), payload_checksum_at=12)
+    written = sorted((done.request, done.error, done.checksum) for done in pool.next(count))
+    assert written == [(number, 0, crc32c(payload)) for number, payload in enumerate(payloads)]
+    for number in range(count):
+        memories.fill(number, bytes(nbytes))
+        pool.pool.read(number, fd, number * (4096 + nbytes), *memories.place(number), with_head=True)
+    for done in pool.next(count):
+        expected = crc32c(payloads[done.request])
+        assert (done.error, done.checksum) == (0, expected)
+        assert int.from_bytes(done.head[12:16], "little") == expected
+        assert memories.content(done.request) == payloads[done.request]
+    assert pool.pool.close(WAIT_S)
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_request_in_pieces_that_fails_is_reported_once(fd: int, threads: int) -> None:
     pool = Pool(threads, threads)
