@@ -2,9 +2,9 @@
 
 Two kinds of process use it. The daemon owns one `Index`, the only writer of the table. Every attached process maps the
 table read-only (`Table`) and the arena (`Arena`), and copies with a `Copier`, or on CUDA with a `DeviceCopier`. Calls
-that may take long release the GIL
-(`populate`, `fill`, lookups of more than 8,192 keys, the copier's); `Index` and small lookups keep it, for they take
-microseconds and getting it back from a busy thread can take its switch interval of 5 ms.
+that may take long release the GIL (`populate`, `premap`, `fill`, lookups of more than 8,192 keys, the copier's);
+`Index` and small lookups keep it, for they take microseconds and getting it back from a busy thread can take its switch
+interval of 5 ms.
 
 Slot numbers: the arena is cut into units of `unit_bytes`; slot = unit * slots_per_unit + i, where
 slots_per_unit = unit_bytes // 4096, and its bytes start at unit * unit_bytes + i * class_bytes, where class_bytes is
@@ -106,6 +106,10 @@ class Table:
 
     def heartbeat_age_ms(self) -> float:
         """Since the daemon's event loop last ran, by CLOCK_MONOTONIC."""
+
+    def premap(self, first: int, nbytes: int) -> int:
+        """Of what lookups read, so many bytes from there on, into this process's page tables. Returns how many that
+        were: 0 at the end, and of a closed table. Takes no memory but for the page tables; OSError without that."""
 
     def lookup(
         self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]

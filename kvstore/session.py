@@ -104,7 +104,7 @@ class Session:
         self.instance_id: bytes = reply.instance_id
         self.require_cache_salt: bool = reply.require_cache_salt
         self.group_state = GroupState.of(reply.group)
-        self.premapping: Premapping | None = None  # of a process that copies
+        self.premapping: Premapping | None = None  # of a process that looks up or copies
         self.channel = channel
         self.token = token
         self.metadata = ((TOKEN_METADATA_KEY, token.hex()),)
@@ -184,8 +184,13 @@ class Session:
             sock.settimeout(None)
             session = cls(sock, channel, reply, hello.token, memory, table, arena)
             undo.pop_all()
-        if attachment.role in (Role.CLIENT, Role.WORKER):
-            session.premapping = Premapping(session.table, session.arena)
+        if attachment.role is not Role.ADMIN:
+            session.premapping = Premapping(
+                session.table,
+                session.arena,
+                looks_up=attachment.role is not Role.WORKER,
+                copies=attachment.role is not Role.SCHEDULER,
+            )
             session.before_unmap(session.premapping.close)
         if on_lost is not None:
             session.when_lost(on_lost)

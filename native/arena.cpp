@@ -19,6 +19,9 @@
 #ifndef F_SEAL_FUTURE_WRITE
 #define F_SEAL_FUTURE_WRITE 0x0010
 #endif
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -70,7 +73,11 @@ void seal_table(int fd) {
     add_seals(fd, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL, "table");
 }
 
-void populate(std::uintptr_t address, std::size_t nbytes) {
+namespace {
+
+// The pages by madvise, or else each by `touch`.
+template <typename Touch>
+void populate_pages(std::uintptr_t address, std::size_t nbytes, int advice, Touch touch) {
     if (nbytes == 0) return;
     const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
     if (address > std::numeric_limits<std::uintptr_t>::max() - nbytes - page) {
@@ -80,14 +87,26 @@ void populate(std::uintptr_t address, std::size_t nbytes) {
     const std::uintptr_t end = (address + nbytes + page - 1) / page * page;
     int result;
     do {
-        result = madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_WRITE);
+        result = madvise(reinterpret_cast<void*>(begin), end - begin, advice);
     } while (result != 0 && (errno == EINTR || errno == EAGAIN));
     if (result == 0) return;
     if (errno != EINVAL) fail("cannot have " + std::to_string(nbytes) + " bytes of memory");
-    // Before Linux 5.14. An atomic "or" of nothing writes the page without changing what another process puts there.
-    for (std::uintptr_t at = begin; at < end; at += page) {
-        __atomic_fetch_or(reinterpret_cast<unsigned char*>(at), 0, __ATOMIC_RELAXED);
+    for (std::uintptr_t at = begin; at < end; at += page) {  // before Linux 5.14
+        touch(reinterpret_cast<unsigned char*>(at));
     }
+}
+
+}  // namespace
+
+void populate(std::uintptr_t address, std::size_t nbytes) {
+    // An atomic "or" of nothing writes the page without changing what another process puts there.
+    populate_pages(address, nbytes, MADV_POPULATE_WRITE,
+                   [](unsigned char* at) { __atomic_fetch_or(at, 0, __ATOMIC_RELAXED); });
+}
+
+void populate_for_reading(std::uintptr_t address, std::size_t nbytes) {
+    populate_pages(address, nbytes, MADV_POPULATE_READ,
+                   [](const unsigned char* at) { (void)*static_cast<const volatile unsigned char*>(at); });
 }
 
 bool interleave(std::uintptr_t address, std::size_t nbytes, const std::vector<unsigned>& nodes) {

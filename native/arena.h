@@ -30,6 +30,8 @@ void seal_table(int fd);
 
 // Pre-fault for writing; what is there stays. std::system_error when the memory cannot be had.
 void populate(std::uintptr_t address, std::size_t nbytes);
+// Into this process's page tables, for reading.
+void populate_for_reading(std::uintptr_t address, std::size_t nbytes);
 
 // From now on the map's memory comes from these NUMA nodes in turn, whoever touches it first: of shared memory that is
 // a property of the memory, not of this map or process. False, and nothing changed, where this process was started with

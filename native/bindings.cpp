@@ -220,6 +220,15 @@ struct PyTable {
         const std::uint64_t now = monotonic_ns();
         return now > beat ? static_cast<double>(now - beat) / 1e6 : 0.0;
     }
+    std::uint64_t premap(std::uint64_t first, std::uint64_t nbytes) const {
+        const auto table = mapped;
+        const std::uint64_t end = shape.generations_offset();  // behind it daemon and kernel keep no memory yet
+        if (!table || first >= end) return 0;
+        nb::gil_scoped_release unlocked;
+        const std::uint64_t piece = std::min(nbytes, end - first);
+        populate_for_reading(reinterpret_cast<std::uintptr_t>(table->memory.data()) + first, piece);
+        return piece;
+    }
     nb::tuple lookup(const nb::bytes& name_space, const nb::bytes& tenant, nb::handle sequence) const {
         const auto table = mapped;
         const Hasher hasher = hasher_for(index_key, id_of(name_space, "a namespace"), id_of(tenant, "a tenant"));
@@ -820,6 +829,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("unit_bytes", [](const PyTable& self) { return self.shape.unit_bytes; })
         .def_prop_ro("ready_bytes", &PyTable::ready_bytes)
         .def("heartbeat_age_ms", &PyTable::heartbeat_age_ms)
+        .def("premap", &PyTable::premap, "first"_a, "nbytes"_a)
         .def("lookup", &PyTable::lookup, "namespace"_a, "tenant"_a, "keys"_a)
         .def("current", &PyTable::current, "slots"_a.noconvert(), "generations"_a.noconvert())
         .def("close", [](PyTable& self) { self.mapped.reset(); });

@@ -28,6 +28,7 @@ from kvstore.steps import Steps
 from kvstore.testing import Daemon, running_daemon
 from tests.hanging_memory import HangingMemory
 from tests.integration.conftest import CHUNK_BYTES, WAIT_S, client_of, eventually, key, payload, python
+from tests.unit.native_store import rss_bytes
 
 PUT_IN_ANOTHER_PROCESS = f"""
 import sys
@@ -359,6 +360,15 @@ def test_a_chain_longer_than_the_tier_keeps_its_head_and_its_tail_is_rejected() 
         assert set(client.put("s", other).values()) == {Stored()}  # another chain takes its end away
         assert client.get("s", list(chunks))[:6] == [*list(chunks.values())[:5], None]
         assert client.get("s", list(other)) == list(other.values())
+
+
+def test_a_scheduler_maps_the_table_ahead_of_use_and_not_the_arena(daemon: Daemon) -> None:
+    with Session.attach(daemon.endpoint, Attachment(role=Role.SCHEDULER, hash_seed="0", group="engine")) as session:
+        assert session.premapping is not None
+        assert session.premapping.wait(WAIT_S)
+        mapped, beyond = rss_bytes("kvstore-table", "r--s"), 1 << 62
+        assert session.table.premap(0, beyond) <= mapped
+        assert rss_bytes("kvstore-arena", "rw-s") == 0
 
 
 def test_a_process_that_copies_maps_the_arena_ahead_of_use() -> None:

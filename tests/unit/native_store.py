@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvstore import _native
 
@@ -16,6 +17,18 @@ KIB = 1024
 
 def key_of(number: int) -> bytes:
     return number.to_bytes(32, "big")
+
+
+def rss_bytes(name: str, permissions: str) -> int:
+    """Of this process's maps of that memfd with those permissions: how much is in its page tables."""
+    found, total = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            found = f"/memfd:{name}" in words and words[1] == permissions
+        elif found and words[0] == "Rss:":
+            total += int(words[1]) * KIB
+    return total
 
 
 @dataclass

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvstore import _native
-from tests.unit.native_store import INDEX_KEY, INSTANCE, KIB, NAMESPACE, TENANT, key_of, native_store
+from tests.unit.native_store import INDEX_KEY, INSTANCE, KIB, NAMESPACE, TENANT, key_of, native_store, rss_bytes
 
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 SEAL, SHRINK, GROW, FUTURE_WRITE = 1, 2, 4, 16
@@ -172,6 +172,22 @@ def test_populate_keeps_what_is_there_and_takes_the_memory(memfd: int) -> None:
     _native.fill(arena.address + 4096, 10, 0xA5)
     assert os.pread(memfd, 12, 4095) == b"\x00" + b"\xa5" * 10 + b"\x00"
     arena.close()
+
+
+def test_what_lookups_read_is_mapped_ahead_of_them_and_takes_no_memory() -> None:
+    with native_store(entries=100_000) as store:
+        table = store.table()
+        size = os.fstat(store.table_fd).st_size
+        before = os.fstat(store.table_fd).st_blocks
+        assert rss_bytes("test-table", "r--s") < size // 4
+        pieces = []
+        while piece := table.premap(sum(pieces), 1 << 20):
+            pieces.append(piece)
+        assert set(pieces[:-1]) == {1 << 20}
+        assert size // 2 < sum(pieces) <= rss_bytes("test-table", "r--s")
+        assert os.fstat(store.table_fd).st_blocks == before
+        table.close()
+        assert table.premap(0, 1 << 20) == 0
 
 
 def test_populating_memory_that_is_not_there_is_an_error() -> None:
