@@ -10,8 +10,10 @@ ready         a daemon on a directory with 100,000 chunks, from the start of its
               on an empty directory, in turns. Then how long until it holds them all.
 rebuild       the same directory without its index, until it serves, beside a read of 4 KiB of each slot by the same
               number of threads.
-loop delay    how late the daemon's heartbeat comes while clients keep its disk busy both ways; 99th percentile. And
-              while an operator asks about 100,000 chunks on disk, beside how late it comes while nobody does.
+loop delay    how late the daemon's heartbeat comes while clients keep its disk busy both ways; 99th percentile, and in
+              the same run that of a process that only sleeps for as long as between two heartbeats: a machine that
+              stands still now and then, or has too few cores, delays both. And while an operator asks about 100,000
+              chunks on disk, beside how late it comes while nobody does.
 """
 
 import asyncio
@@ -21,6 +23,8 @@ import os
 import select
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -62,6 +66,16 @@ STARTS = 5
 READY_LATER_S_MAX = 0.5
 DELAY_S = 20.0
 DELAY_MS_MAX = 5.0
+# Prints by how many ms its sleeps ended late, the 99th percentile. Arguments: seconds in all, seconds of a sleep.
+SLEEPER = """
+import statistics, sys, time
+seconds, sleep_s = map(float, sys.argv[1:])
+late_ms, ends_s = [], time.monotonic() + seconds
+while (begin_s := time.monotonic()) < ends_s:
+    time.sleep(sleep_s)
+    late_ms.append((time.monotonic() - begin_s - sleep_s) * 1000)
+print(statistics.quantiles(late_ms, n=100)[98])
+"""
 TORN_S = 0.0002  # a reading of two clocks that took longer is taken again
 ASKED_S = 3.0  # for each command
 
@@ -305,13 +319,18 @@ def loop_delay(folder: Path) -> list[Result]:
         ) as session:
             for thread in threads:
                 thread.start()
-            late_ms = _late_beats(session, DELAY_S)
+            sleeper = [sys.executable, "-c", SLEEPER, str(DELAY_S), str(HEARTBEAT_INTERVAL_MS / 1000)]
+            with subprocess.Popen(sleeper, stdout=subprocess.PIPE, text=True) as asleep:
+                late_ms = _late_beats(session, DELAY_S)
+                sleeper_ms = float(asleep.communicate()[0])
             stop.set()
             for thread in threads:
                 thread.join()
         tier = daemon.tier("fs")
     p99 = statistics.quantiles(late_ms, n=100)[98]
-    text = f"{spread(late_ms)}; {moved['stored']} stored, {tier['hits']} loaded from disk"
+    text = (
+        f"{spread(late_ms)}; sleeper's p99 {sleeper_ms:.1f}; {moved['stored']} stored, {tier['hits']} loaded from disk"
+    )
     return [Result("loop delay, p99", round(p99, 3), "ms", DELAY_MS_MAX, round(p99 / DELAY_MS_MAX, 3), text)]
 
 
@@ -368,8 +387,8 @@ def _late_beats(session: Session, seconds: float) -> list[float]:
 
 
 def _beat_s(session: Session) -> float:
-    """When the daemon's last heartbeat was. Not by two looks at the clock with another thread's turn in between: where
-    its clients compete for the interpreter, that took 5 ms and more and seemed to be the daemon's delay."""
+    """When the daemon's last heartbeat was. Not with another thread's turn between its age and the clock: where clients
+    of this process compete for the interpreter, that turn would seem to be the daemon's delay."""
     while True:
         begin_s = time.monotonic()
         age_s = session.table.heartbeat_age_ms() / 1000
