@@ -76,6 +76,8 @@ QUOTA_ORDER_INTERVAL_S = 0.05
 DESCRIPTORS_OTHER = 256
 HEALTH_INTERVAL_S = 1.0
 DRAIN_S = 10.0  # how long a stop waits for chunks that are not on disk yet
+FS_CLOSE_S = 10.0  # and then for what runs there
+FS_CLOSE_SICK_S = 1.0  # the same, where the disk has not answered all the while
 FS_HEALTH = "tier/fs"  # beside the services, for health checks
 STOP_GRACE_S = 0.5
 SNAPSHOT_TIMEOUT_S = 2.0
@@ -336,9 +338,11 @@ async def _close_fs(movement: Movement, config: ServeConfig, learned: dict[str, 
         await asyncio.wait_for(movement.fs.keep_learned(learned), STOP_GRACE_S)
     except (LimitExceeded, OSError, TimeoutError) as error:
         _log.warning("what engines learned of their speed is not kept in %s: %s", config.fs_dir, error)
-    if not await movement.drain(DRAIN_S):
+    drained = await movement.drain(DRAIN_S)
+    if not drained:
         _log.warning("not everything could be written to %s in %g s", config.fs_dir, DRAIN_S)
-    if not await movement.fs.close():
+    hangs = not drained and movement.fs.sick is not None
+    if not await movement.fs.close(FS_CLOSE_SICK_S if hangs else FS_CLOSE_S):
         _log.warning("I/O in %s has not returned; the next start reads every header", config.fs_dir)
 
 

@@ -178,8 +178,10 @@ class FsTier:
         if isinstance(result, Cancelled):
             return
         if not isinstance(result, Recovered):
-            self._recovery_error = f"{self._directory.path} could not be read: {said(result)}"
-            log.error("%s; trying again", self._recovery_error)
+            error = f"{self._directory.path} could not be read: {said(result)}"
+            if error != self._recovery_error:
+                log.error("%s; trying again every %g s", error, TICK_S)
+            self._recovery_error = error
             return
         self._recovery_error = None
         self._catalog = result.catalog

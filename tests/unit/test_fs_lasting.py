@@ -55,15 +55,17 @@ def test_what_was_evicted_before_a_clean_stop_does_not_come_back_after_a_later_r
 def test_a_removal_covers_a_chunk_whose_record_was_damaged_between_two_runs(tmp_path: Path) -> None:
     """A record that names another slot would leave the chunk where it lies, out of the removal's reach."""
 
+    opts = options(slab_bytes=20 * slot_bytes_for(CHUNK_BYTES))
+
     async def scenario() -> None:
-        async with fs_bench(tmp_path) as bench:
+        async with fs_bench(tmp_path, opts) as bench:
             await store(bench, range(5), tenant=1)
         index = tmp_path / fs_paths.INDEX
         with lmdb.open(str(index), subdir=False, lock=False) as env, env.begin(write=True) as txn:
             records = {bytes(key): bytes(value) for key, value in txn.cursor() if key != b"m"}
             key, value = max(records.items(), key=lambda record: record[1][4])  # of the highest slot
             txn.put(key, value[:4] + bytes([value[4] ^ 8]) + value[5:])
-        async with fs_bench(tmp_path) as bench:
+        async with fs_bench(tmp_path, opts) as bench:
             assert (await bench.remove(TENANT)).chunks == 5
         assert await held_after_a_rebuild(tmp_path) == 0
 

@@ -333,7 +333,7 @@ def test_a_slab_with_a_header_that_can_neither_be_read_nor_zeroed_is_given_up(
 
 
 def test_a_tier_whose_slab_cannot_be_given_up_either_starts_once_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Then what could not be read is readable: nothing has been removed since."""
 
@@ -356,6 +356,7 @@ def test_a_tier_whose_slab_cannot_be_given_up_either_starts_once_it_can(
                     failed_before = bench.tier._ticks
                     await until(lambda: bench.tier._ticks > failed_before + 3, "another one")  # noqa: B023
                 assert descriptors() < before + 5
+                assert caplog.text.count("trying again") == 1  # for as long as it is for the same reason
                 patch.setattr(fs_recovery, "IoPool", IoPool)
                 await asyncio.wait_for(bench.tier.ready(), WAIT_S)
                 patch.undo()
