@@ -271,7 +271,7 @@ def test_our_series_are_built_in_a_process_that_constructed_no_connector():
 def test_an_engine_that_miscounts_a_session_is_shut_out_when_one_comes(drafts, overlapping, served, caplog):
     engine = PretendEngine()
     config = engine.connector._engine.vllm_config
-    config.speculative_config = object() if drafts else None
+    config.speculative_config = SimpleNamespace(use_eagle_block_drop=lambda: False) if drafts else None
     config.scheduler_config.async_scheduling = overlapping
     connector = build(config)
     connector._scheduler_half._probe = engine.half._probe
