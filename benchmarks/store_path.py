@@ -1,9 +1,10 @@
 """How fast do chunks get into the store and out of it, beside what the machine's memory allows?
 
 One daemon, this process as its client, batches of 64 chunks of 2 MiB, everything mapped before. A put ends when the
-daemon has acknowledged the commits. The limits are copies of the same bytes in the same rounds: with two threads and
-streaming stores for put, one thread's memcpy for get_into and get. "Two at once" are two threads that put batch after
-batch through one client, until the last commit has been acknowledged, beside copies of as many batches.
+daemon has committed its chunks, as the table or its answer says. The limits are copies of the same bytes in the same
+rounds: with two threads and streaming stores for put, one thread's memcpy for get_into and get. "Two at once" are two
+threads that put batch after batch through one client, until the last chunk has been committed, beside copies of as many
+batches.
 """
 
 import time
