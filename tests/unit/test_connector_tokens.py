@@ -66,14 +66,22 @@ class Life:
             self.disturb()
         if chance.random() < 0.1:
             engine.scheduler.reset_prefix_cache()  # so that there is something to load
-        if engine.daemon is not None and chance.random() < 0.3:
-            engine.daemon.land()
+        if engine.daemon is not None:
+            if chance.random() < 0.3:
+                engine.daemon.land()
+            self.make_room(engine.daemon)
         self.now_s += 0.01
         self.go_on_with_sessions()
         for copier in engine.copiers:
             if chance.random() < 0.6:
                 copier.run(chance.randint(1, 3))
         engine.step()
+
+    def make_room(self, daemon) -> None:
+        """As the daemon would, of what nobody loads."""
+        idle = sorted(slot for slot in daemon.stored.values() if not daemon.leases[slot])
+        while len(daemon.free) < 16 and idle:
+            daemon.evict(idle.pop(self.random.randrange(len(idle))))
 
     def add(self) -> None:
         chance = self.random
