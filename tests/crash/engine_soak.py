@@ -36,7 +36,7 @@ from tests.vllm.support import ARGUMENTS, MODEL, MODELS
 BLOCK_TOKENS = 32
 CPU_BYTES = "8MiB"  # some 160 chunks
 FS_BYTES = "32MiB"
-QUESTIONS = 40
+QUESTIONS = 30
 PROMPT_TOKENS_MAX = 1_500
 NEW_TOKENS_MAX = 400  # of a prompt that goes on from another
 ANSWER_TOKENS = 24
@@ -49,7 +49,7 @@ FLAGS_OF_EACH = (
     ("--num-gpu-blocks-override", "128", "--max-num-batched-tokens", "256"),  # 4,096 tokens for eight requests
 )
 PAUSE_S = 4.0  # the longest between two troubles
-ROUND_REQUESTS = 300  # until the clients pause
+ROUND_REQUESTS = 150  # until the clients pause
 HANG_S = 2.0
 EVICTS = (("--tier", "cpu"), ("--tier", "fs"), ("--bytes", "2MiB"), ("--older-than", "1s"), ("--tenant", "bob"))
 
