@@ -103,6 +103,10 @@ class Jobs:
         counts = Counter(map(self._geometry.kind_of, keys))
         return tuple(counts[kind] for kind in range(len(self._geometry.kinds)))
 
+    def loads_begun(self) -> set[str]:
+        """Requests whose loads go out with the step that is being scheduled."""
+        return {job.record.req_id for job in self._prepared.values() if not job.is_store}
+
     def track(self, metadata: OffloadingConnectorMetadata) -> None:
         """The message to the workers is made: what was prepared now has vLLM's job ids."""
         for job_id, transfer in metadata.load_jobs.items():

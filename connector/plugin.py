@@ -7,6 +7,7 @@ called by one thread, the engine's.
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ class KVStoreConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._reset_in_this_step = False
         compat.expect_whole_block_tables(self.scheduler, scheduler_output)
-        metadata = super().build_connector_meta(scheduler_output)
+        metadata = super().build_connector_meta(self._without_reloading(scheduler_output))
         assert isinstance(metadata, OffloadingConnectorMetadata)
         self._scheduler_half.jobs.track(metadata)
         if self._flushes_come_late:
@@ -171,6 +172,16 @@ class KVStoreConnector(OffloadingConnector):
         self._scheduler_half.step_began(scheduler_output)
         self._scheduler_half.flush()
         return metadata
+
+    def _without_reloading(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """The base class has the stores of preempted requests end first, and asserts that they have no load. One that
+        `reset_prefix_cache(reset_running_requests=True)` preempted between two steps, and that has no stores, may
+        begin a load in the step that names it preempted."""
+        preempted = scheduler_output.preempted_req_ids
+        reloading = self._scheduler_half.jobs.loads_begun() if preempted else set()
+        if not preempted or preempted.isdisjoint(reloading):
+            return scheduler_output
+        return replace(scheduler_output, preempted_req_ids=preempted - reloading)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         outcomes = connector_output.kv_connector_worker_meta

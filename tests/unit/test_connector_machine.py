@@ -4,6 +4,7 @@ What must hold at every step is checked by `connector_engine` (no forward pass r
 with bytes of another) and by the fake daemon (nothing is ended twice). When all has ended, nothing may be left held.
 """
 
+import contextlib
 import os
 
 import hypothesis.strategies as st
@@ -97,7 +98,7 @@ class Lives(RuleBasedStateMachine):
     @rule(data=st.data())
     def disturb(self, data):
         engine = self.engine
-        disturbances = [self.fail_a_copy, engine.scheduler.reset_prefix_cache]
+        disturbances = [self.fail_a_copy, engine.scheduler.reset_prefix_cache, self.preempt_all]
         if engine.scheduler.requests:
             disturbances.append(self.abort)
         if engine.can_reset():
@@ -134,6 +135,10 @@ class Lives(RuleBasedStateMachine):
     def start_a_daemon(self):
         self.daemons += 1
         self.engine.start_daemon(f"daemon-{self.daemons}")
+
+    def preempt_all(self) -> None:
+        with contextlib.suppress(RuntimeError):  # where loads run vLLM has preempted the others when it says so
+            self.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def change_weights(self) -> None:
         self.engine.change_weights()

@@ -757,6 +757,20 @@ def test_a_request_that_was_preempted_and_aborted_at_once_waits_no_more(engine):
     assert admission.queue.seen_by("next", admission.recompute_model).waiting_count == 0
 
 
+def test_a_request_that_was_preempted_between_steps_may_load_in_the_next_one(engine):
+    """vLLM's own code asserts that a preempted request has stores under way and no load."""
+    undisturbed = engine.serve("cold", PROMPT, max_tokens=9)
+    request = engine.add("hot", PROMPT, max_tokens=9)
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.run()
+    assert list(request.output_token_ids) == list(undisturbed.output_token_ids)
+    assert engine.daemon.hits == 5
+
+
 def test_a_record_never_shows_its_salt(engine):
     request = engine.add("salted", PROMPT, salt="secret-of-tenant")
     assert "secret-of-tenant" not in repr(engine.half._records[request.request_id])

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstore.testing import Daemon, start_daemon
@@ -15,12 +15,15 @@ WAIT_S = 60.0
 
 
 class Node:
-    def __init__(self, runtime_dir: Path, cpu_bytes: str) -> None:
+    def __init__(self, runtime_dir: Path, cpu_bytes: str, arguments: Sequence[str] = ()) -> None:
         self.runtime_dir = runtime_dir
+        self.arguments = arguments
         self.start(cpu_bytes)
 
     def start(self, cpu_bytes: str) -> None:
-        self.daemon = start_daemon(runtime_dir=self.runtime_dir, cpu_bytes=cpu_bytes, hash_seed=HASH_SEED)
+        self.daemon = start_daemon(
+            runtime_dir=self.runtime_dir, cpu_bytes=cpu_bytes, hash_seed=HASH_SEED, arguments=self.arguments
+        )
         self.daemon.wait_until_ready()
         self.store = Store(self.daemon)
 
