@@ -775,6 +775,10 @@ class Steps:
                     self._apply(reply)
             except grpc.RpcError as error:
                 failure = error_of(error)
+            except Exception as error:  # a bug, and a border: whoever waits must hear that this thread has ended
+                call.cancel()
+                failure = KVStoreError(f"the daemon's answer was not understood: {type(error).__name__}: {error}")
+                failure.__cause__ = error
             with self._lock:
                 self._stream += 1  # wakes and ends the sender of this stream
                 self._to_send.notify_all()

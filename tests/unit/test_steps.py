@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
@@ -294,6 +295,17 @@ def test_a_message_that_the_daemon_refuses_is_not_sent_for_ever_and_ends_the_ses
     assert session.given_up.wait(WAIT_S)
     assert str(session.refusal) == "too much"
     assert daemon.received.qsize() == 1
+
+
+def test_an_answer_that_is_not_understood_ends_the_session_and_every_wait(
+    daemon: FakeDaemon, session: FakeSession, steps: Steps
+) -> None:
+    unknown = cast("store_pb2.Outcome", 99)
+    daemon.answer = lambda request: store_pb2.StepReply(number=request.number, outcomes=[unknown])
+    ticket = steps.commit(1, 2, TENANT, key(1), b"")
+    with pytest.raises(KVStoreError, match=r"not understood: KeyError: 99"):
+        steps.wait([ticket], WAIT_S)
+    assert session.given_up.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("same_daemon", [True, False])
