@@ -79,7 +79,7 @@ class TokenEngine(PretendEngine):
         groups: Sequence[Group] = (Group(),),
         blocks: int = 40,
         blocks_per_chunk: int = 1,
-        slots: int = 64,
+        slots: int = 128,
         ranks: int = 1,
         drafts: int = 0,
         overlapping: bool = False,

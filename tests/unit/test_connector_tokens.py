@@ -80,7 +80,7 @@ class Life:
     def make_room(self, daemon) -> None:
         """As the daemon would, of what nobody loads."""
         idle = sorted(slot for slot in daemon.stored.values() if not daemon.leases[slot])
-        while len(daemon.free) < 16 and idle:
+        while len(daemon.free) < 8 and idle:
             daemon.evict(idle.pop(self.random.randrange(len(idle))))
 
     def add(self) -> None:
