@@ -18,7 +18,7 @@ Invariants, checked by `fs_check`:
   have grown.
 * A slot that is not held may still bear a valid header only of the chunks that `ghosts` names for it.
 
-Memory: about 350 bytes for each chunk held.
+Memory: about 480 bytes for each chunk held, beside its key.
 """
 
 import mmap
