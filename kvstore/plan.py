@@ -22,6 +22,7 @@ GPU_MEMORY_UTILIZATION = 0.92  # vLLM's default, a share of the GPU's whole memo
 CPU_WINDOW_S, FS_WINDOW_S = 519.0, 1578.0
 DRIVE_BYTES = 7.68e12
 
+_FIELD_MAX = 1 << 24  # of a configuration's numbers: beyond that it is none of a model
 _PACKED_SCALE_TOKENS = 128  # of an MLA latent that share one scale of 4 bytes where vLLM packs it
 _INDEXER_SCALE_BYTES = 4
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
@@ -131,7 +132,7 @@ class _Fields:
         value = self._values.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _FIELD_MAX:
             raise ConfigurationError(
                 f"the model's configuration has {name}={value!r} where a positive whole number is needed; "
                 "give the engine's log instead (--engine-log)"
@@ -246,21 +247,23 @@ class EngineLog:
     model: str | None
     kv_dtype: str
     step_tokens: int | None
+    says_tp_size: bool = True  # else it is taken to be 1
 
 
+_GIB = r"(\d[\d,]*(?:\.\d+)?)"
 # How much memory the KV cache of a rank gets: as an engine on CUDA says it, the same where --kv-cache-memory-bytes set
 # it, and an engine on the CPU platform.
 _MEMORY_LINES = (
-    r"Available KV cache memory: ([\d.,]+) GiB",
-    r"reserved ([\d.,]+) GiB memory for KV Cache",
-    r"(?:Auto|Explicitly) set \(([\d.,]+)/[\d.,]+\) GiB for KV cache",
+    rf"Available KV cache memory: {_GIB} GiB",
+    rf"reserved {_GIB} GiB memory for KV Cache",
+    rf"(?:Auto|Explicitly) set \({_GIB}/[\d.,]+\) GiB for KV cache",
 )
 
 
 def read_engine_log(text: str) -> EngineLog:
     """ConfigurationError: the two lines that say memory and tokens are not in it."""
     memories = [float(found.replace(",", "")) for line in _MEMORY_LINES for found in _find(line, text)]
-    sizes = [int(found.replace(",", "")) for found in _find(r"KV cache size: ([\d,]+) tokens", text)]
+    sizes = [int(found.replace(",", "")) for found in _find(r"KV cache size: (\d[\d,]*) tokens", text)]
     memory_line = "'Available KV cache memory: ... GiB' (on the CPU platform 'Auto set (.../...) GiB for KV cache')"
     missing = [
         line
@@ -273,13 +276,13 @@ def read_engine_log(text: str) -> EngineLog:
             "INFO, or the model's config.json (--config)"
         )
     # Ranks may have a little more or less; the engine takes the least, and of that what --num-gpu-blocks-override says.
-    overrides = re.findall(r"Overriding num_gpu_blocks=(\d+) with num_gpu_blocks_override=(\d+)", text)
+    overrides = re.findall(r"Overriding num_gpu_blocks=(\d+) with num_gpu_blocks_override=([1-9]\d*)", text)
     used_share = int(overrides[-1][1]) / max(1, int(overrides[-1][0])) if overrides else 1.0
     bytes_per_token = min(memories) * 2**30 * used_share / sizes[-1]
-    tp_sizes = _find(r"tensor_parallel_size=(\d+)", text)
+    tp_sizes = _find(r"tensor_parallel_size=([1-9]\d*)", text)
     models = _find(r"\bmodel='([^']+)'", text)
     dtypes = _find(r"kv_cache_dtype=(\w+)", text)
-    steps = _find(r"max_num_batched_tokens=(\d+)", text)
+    steps = _find(r"max_num_batched_tokens=([1-9]\d*)", text)
     return EngineLog(
         bytes_per_token,
         sizes[-1],
@@ -287,6 +290,7 @@ def read_engine_log(text: str) -> EngineLog:
         models[-1] if models else None,
         dtypes[-1] if dtypes else "auto",
         int(steps[-1]) if steps else None,
+        says_tp_size=bool(tp_sizes),
     )
 
 
@@ -298,14 +302,18 @@ def layout_from_log(log: EngineLog, known: Layout | None, geometry: Geometry | N
     """The log's bytes; the rest from the configuration, where one was given too."""
     replicated = known.replicated if known is not None else geometry is not None and geometry.kv_heads == 1
     on_rank = log.kv_bytes_per_token_on_rank
+    geometry = known.geometry if known is not None else geometry
+    ranks: float = log.tp_size
+    if geometry is not None:  # heads fewer than the ranks are held more than once, and stored once
+        ranks = geometry.kv_heads / -(-geometry.kv_heads // log.tp_size)
     return Layout(
-        on_rank if replicated else on_rank * log.tp_size,
+        on_rank if replicated else on_rank * ranks,
         on_rank,
         known.state_slot_bytes_on_rank if known is not None else 0,
         known.state_slots if known is not None else 0,
         known.window_bytes_on_rank if known is not None else 0,
         replicated,
-        known.geometry if known is not None else geometry,
+        geometry,
         f"the engine's log: {log.kv_cache_tokens} tokens, {on_rank:.0f} bytes each on a rank",
     )
 
@@ -424,7 +432,7 @@ def make_plan(
     `tokens_per_s`: prompt tokens a second, as measured; None: as fast as it can prefill prompts of 8,192 tokens, the
     most there can be. `new_share`: of them that no cache holds.
     """
-    assert layout.kv_bytes_per_token > 0, "a model that keeps nothing for its tokens"
+    refuse_without_growth(layout)
     model = prefill.recompute_model(step_tokens=step_tokens)
     rate = tokens_per_s if tokens_per_s is not None else 8192 / costmodel.recompute_s(model, 0, 8192)
     bytes_per_s = rate * new_share * layout.kv_bytes_per_token
@@ -435,6 +443,16 @@ def make_plan(
         _tier("fs", both, model, layout, FS_WINDOW_S, bytes_per_s, fs_bytes, measured=link.measured),
     )
     return Plan(layout, tp_size, gpu, prefill, tiers, rate, tokens_per_s is not None, new_share, drive_bytes)
+
+
+def refuse_without_growth(layout: Layout) -> None:
+    """ConfigurationError for a model whose KV does not grow with the prompt: no answer here fits it."""
+    if not layout.kv_bytes_per_token > 0:
+        raise ConfigurationError(
+            "in the model's configuration every layer has a window or a state, so what a request holds does not grow "
+            f"with its prompt ({layout.note}); if that is wrong, as where only layer_types would say which layers have "
+            "a window, give the engine's log too (--engine-log, of `kvstore plan`)"
+        )
 
 
 def from_disk(layout: Layout, disk: Disk, link: TransferModel, chunk_tokens: int) -> TransferModel:

@@ -377,8 +377,8 @@ def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
                     request = json.loads(line)
                     timestamps.append(_within(-_TIMESTAMP_MS_MAX, float(request["timestamp"]), _TIMESTAMP_MS_MAX))
                     tokens.append(int(_within(0, int(request["input_length"]), _TOKENS_MAX)))
-                    chains.append(np.array(request["hash_ids"], np.uint64))
-                except (ValueError, TypeError, KeyError, OverflowError) as error:
+                    chains.append(_chain(request["hash_ids"]))
+                except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                     raise ConfigurationError(
                         f"{path}, line {number}: not a request with timestamp, input_length and hash_ids ({error})"
                     ) from None
@@ -394,6 +394,14 @@ def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
             "--tokens-per-block"
         )
     return _trace(np.array(timestamps), np.array(tokens, np.int64), chains, block)
+
+
+def _chain(ids: object) -> NDArray[np.uint64]:
+    """ValueError, for what is not a list of ids."""
+    chain = np.array(ids, np.uint64)
+    if chain.ndim != 1:
+        raise ValueError("hash_ids is not a list of numbers")
+    return chain
 
 
 def _within(least: float, value: float, most: float) -> float:

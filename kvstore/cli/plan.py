@@ -1,6 +1,7 @@
 """`kvstore plan`: reads a model's configuration or an engine's log, prints the plan, draws it if asked."""
 
 import json as json_module
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from kvstore.config import parse_bytes
 from kvstore.errors import ConfigurationError
 
 _DEFAULT_GPU = "h100_sxm"
+_TOKENS_PER_S_MAX = 1e12
 
 
 def plan(
@@ -68,9 +70,15 @@ def _plan(
 ) -> planning.Plan:
     if config is None and engine_log is None:
         raise ConfigurationError("nothing to plan from; give --config config.json, --engine-log FILE, or both")
-    if tokens_per_s is not None and not tokens_per_s > 0:
-        raise ConfigurationError(f"--tokens-per-s is a rate above 0, not {tokens_per_s}")
+    if tokens_per_s is not None and not 0 < tokens_per_s <= _TOKENS_PER_S_MAX:
+        raise ConfigurationError(f"--tokens-per-s is a rate above 0, up to {_TOKENS_PER_S_MAX:g}, not {tokens_per_s}")
     log = planning.read_engine_log(read(engine_log)) if engine_log is not None else None
+    if tp and log is not None and tp != log.tp_size:
+        if log.says_tp_size:
+            raise ConfigurationError(
+                f"--tp is {tp}, and the engine's log is of tensor parallel size {log.tp_size}; leave --tp out"
+            )
+        log = replace(log, tp_size=tp)
     tp_size = tp or (log.tp_size if log is not None else 1)
     layout: planning.Layout | None = None
     if config is not None:
@@ -128,7 +136,7 @@ def read_config(path: Path) -> dict[str, object]:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json_module.loads(read(file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigurationError(f"{file} holds a JSON {type(config).__name__}, not a model's configuration")

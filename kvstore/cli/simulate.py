@@ -19,6 +19,7 @@ from kvstore.errors import ConfigurationError
 
 _GPU = "h100_sxm"
 _MODEL = "Llama-3.1-8B"
+_CHUNK_TOKENS_MAX = 1 << 24
 _MODEL_CONFIG: dict[str, object] = {
     "model_type": "llama",
     "num_hidden_layers": 32,
@@ -43,9 +44,12 @@ def simulate(
     cpu_chunks: Annotated[int | None, typer.Option(min=1, help="The same in chunks.")] = None,
     fs_bytes: Annotated[str | None, typer.Option(help="Size of the filesystem tier. Default: none.")] = None,
     fs_chunks: Annotated[int | None, typer.Option(min=1, help="The same in chunks.")] = None,
-    tokens_per_chunk: Annotated[int | None, typer.Option(min=1, help="Default: the trace's own blocks.")] = None,
+    tokens_per_chunk: Annotated[
+        int | None, typer.Option(min=1, max=_CHUNK_TOKENS_MAX, help="Default: the trace's own blocks.")
+    ] = None,
     tokens_per_block: Annotated[
-        int | None, typer.Option(min=1, help="Tokens for each of the trace's hash_ids. Default: found out.")
+        int | None,
+        typer.Option(min=1, max=_CHUNK_TOKENS_MAX, help="Tokens for each of the trace's hash_ids. Default: found out."),
     ] = None,
     eviction_policy: Annotated[
         str, typer.Option(help=f"Of the cpu tier: {', '.join(EVICTION_POLICIES)}.")
@@ -90,6 +94,7 @@ def simulate(
 
 def _hardware(config: Path | None, gpu_name: str, tp_size: int, chunk_tokens: int) -> simulation.Hardware:
     layout = planning.layout_from_config(read_config(config) if config else _MODEL_CONFIG, tp_size=tp_size)
+    planning.refuse_without_growth(layout)
     assert layout.geometry is not None, "a layout made from a configuration has a geometry"
     prefill, disk = profiles.find_prefill(layout.geometry, gpu_name, tp_size), profiles.find_disk()
     gpu = profiles.find_gpu(gpu_name) or profiles.find_gpu(_GPU)

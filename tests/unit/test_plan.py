@@ -1,6 +1,7 @@
 """Sizes that a planner must get right, from configurations and from logs, and what the command prints."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,7 @@ def test_heads_fewer_than_ranks_are_held_more_than_once() -> None:
     [
         ({}, "auto", "num_hidden_layers"),
         ({**LLAMA_8B, "num_hidden_layers": "many"}, "auto", "many"),
+        ({**LLAMA_8B, "num_hidden_layers": 10**30}, "auto", "num_hidden_layers"),
         ({**LLAMA_8B, "layer_types": ["mamba"] * 32}, "auto", "mamba"),
         ({**LLAMA_8B, "mamba_d_state": 128}, "auto", "--engine-log"),
         (LLAMA_8B, "fp8_ds_mla", "MLA"),
@@ -194,6 +196,35 @@ def test_of_the_memory_an_engine_uses_what_its_number_of_blocks_takes() -> None:
     override = "INFO [kv_cache_utils.py:2619] Overriding num_gpu_blocks=1000 with num_gpu_blocks_override=250\n"
     log = plan.read_engine_log(LOG.replace("901,120", "225,280") + override)
     assert log.kv_bytes_per_token_on_rank == 65_536
+
+
+def test_heads_fewer_than_ranks_are_stored_once_whatever_the_ranks_of_the_log_hold() -> None:
+    config = {**LLAMA_8B, "num_key_value_heads": 4}
+    known = plan.layout_from_config(config, tp_size=8)
+    log = replace(plan.read_engine_log(LOG), tp_size=8, kv_bytes_per_token_on_rank=known.kv_bytes_per_token_on_rank)
+    assert plan.layout_from_log(log, known, None).kv_bytes_per_token == known.kv_bytes_per_token == 65_536
+    assert plan.layout_from_log(log, None, known.geometry).kv_bytes_per_token == 65_536
+
+
+@pytest.mark.parametrize(
+    ("said", "instead", "message"),
+    [
+        ("55.00 GiB", "... GiB", None),
+        ("55.00 GiB", "1.2.3 GiB", None),
+        ("901,120 tokens", ", tokens", "KV cache size"),
+        ("tensor_parallel_size=2", "tensor_parallel_size=0", None),
+        ("max_num_batched_tokens=8192", "max_num_batched_tokens=0", None),
+    ],
+)
+def test_what_is_no_number_in_a_log_is_not_taken_for_one(said: str, instead: str, message: str | None) -> None:
+    log = LOG.replace(said, instead)
+    if message is None:
+        found = plan.read_engine_log(log)
+        assert found.tp_size >= 1
+        assert found.step_tokens is None or found.step_tokens >= 1
+    else:
+        with pytest.raises(ConfigurationError, match=message):
+            plan.read_engine_log(log)
 
 
 @pytest.mark.parametrize("line", ["Available KV cache memory", "KV cache size"])
@@ -299,6 +330,14 @@ def test_a_log_alone_is_enough_for_a_known_model(tmp_path: Path) -> None:
     assert document["tp_size"] == 2
 
 
+def test_of_a_log_that_does_not_say_the_tensor_parallel_size_it_is_the_one_given(tmp_path: Path) -> None:
+    path = tmp_path / "engine.log"
+    path.write_text(LOG.replace("tensor_parallel_size=2, ", ""))
+    code, output = run("--engine-log", path, "--tp", "2", "--json")
+    assert code == 0
+    assert json.loads(output)["kv_bytes_per_token"] == 131_072
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -307,6 +346,9 @@ def test_a_log_alone_is_enough_for_a_known_model(tmp_path: Path) -> None:
         (["--engine-log", "{log}"], "no profile"),
         (["--config", "{config}", "--cpu-bytes", "much"], "--cpu-bytes"),
         (["--config", "{log}"], "JSON"),
+        (["--config", "{windows}"], "does not grow with its prompt"),
+        (["--config", "{config}", "--tokens-per-s", "inf"], "--tokens-per-s"),
+        (["--config", "{config}", "--engine-log", "{log}", "--tp", "4"], "tensor parallel size 2"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_what_to_do(
@@ -314,7 +356,9 @@ def test_wrong_usage_ends_with_2_and_says_what_to_do(
 ) -> None:
     log = tmp_path / "engine.log"
     log.write_text(LOG.replace("Llama-3.1-8B-Instruct", "own-model"))
-    code, output = run(*(part.format(config=config_file, log=log) for part in arguments), "--json")
+    windows = tmp_path / "windows.json"
+    windows.write_text(json.dumps({**LLAMA_8B, "sliding_window": 4096}))
+    code, output = run(*(part.format(config=config_file, log=log, windows=windows) for part in arguments), "--json")
     assert code == 2
     error = json.loads(output)["error"]
     assert error["kind"] == "ConfigurationError"

@@ -285,6 +285,10 @@ def test_larger_chunks_have_the_id_of_their_last_block_and_the_rest_is_dropped(t
         ('{"timestamp": 0, "input_length": -5, "hash_ids": [1]}', "line 1: not a request .*-5"),
         ('{"timestamp": 0, "input_length": 1e20, "hash_ids": [1]}', "line 1: not a request"),
         ('{"timestamp": 0, "input_length": 5, "hash_ids": ["x"]}', "line 1: not a request"),
+        ('{"timestamp": 0, "input_length": 5, "hash_ids": 5}', "line 1: not a request .*not a list"),
+        ('{"timestamp": 0, "input_length": 5, "hash_ids": "12"}', "line 1: not a request .*not a list"),
+        ('{"timestamp": 0, "input_length": 5, "hash_ids": [[1, 2], [3, 4]]}', "line 1: not a request .*not a list"),
+        ("[" * 100_000, "line 1: not a request"),
         ('{"timestamp": 0, "input_length": 5, "hash_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9]}', "say it with --tokens-per-bl"),
     ],
 )
@@ -309,6 +313,13 @@ def test_the_command_prints_one_json_document(tmp_path: Path) -> None:
     assert "chunk hit rate 0.5000" in table.output
 
 
+@pytest.mark.parametrize("flag", ["--tokens-per-block", "--tokens-per-chunk"])
+def test_blocks_beyond_any_prompt_are_wrong_usage(flag: str, tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "trace.jsonl", [[1, 2, 3]])
+    done = CliRunner().invoke(app, ["simulate", "--trace", str(path), "--cpu-chunks", "9", flag, str(512 * 10**21)])
+    assert done.exit_code == 2, done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -318,11 +329,17 @@ def test_the_command_prints_one_json_document(tmp_path: Path) -> None:
         (["--cpu-bytes", "lots"], "--cpu-bytes: 'lots' is not a size"),
         (["--cpu-chunks", "9", "--eviction-policy", "fifo"], "--eviction-policy is one of adaptive, lru, probation"),
         (["--cpu-chunks", "9", "--admission", "some"], "--admission is one of always, never, model, not 'some'"),
+        (["--cpu-chunks", "9", "--config", "{windows}"], "does not grow with its prompt"),
         (["--cpu-chunks", "999999999"], "a cpu tier of 999999999 chunks cannot be simulated"),
     ],
 )
 def test_wrong_usage_of_the_command_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
     path = traces.write(tmp_path / "trace.jsonl", [[1, 2, 3]])
+    windows = tmp_path / "windows.json"
+    windows.write_text(
+        json.dumps({"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "sliding_window": 32})
+    )
+    arguments = [argument.format(windows=windows) for argument in arguments]
     done = CliRunner().invoke(app, ["simulate", "--trace", str(path), "--json", *arguments])
     assert done.exit_code == 2
     assert message in json.loads(done.stdout)["error"]["message"]
