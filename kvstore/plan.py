@@ -7,7 +7,7 @@ tensor parallel size, except where every rank holds the same: MLA latents, and h
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore import costmodel
 from kvstore.costmodel import BreakEven, KVSize, RecomputeModel, TransferModel
@@ -335,16 +335,31 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """One tier. `needed_bytes` keeps every new token for `window_s`; `capacity_bytes` is what the operator named."""
+    """One tier. `needed_bytes` keeps every new token for `window_s`; `capacity_bytes` is what the operator named.
+
+    `wins_between`: between the two bounds of the break-even a load wins too, where a step of the engine has just begun.
+    """
 
     name: str
     link: TransferModel
     link_is_measured: bool
     break_even: BreakEven
+    wins_between: bool
     lengths: tuple[Length, ...]
     window_s: float
     needed_bytes: float
     capacity_bytes: int | None
+
+    @property
+    def pays_from_tokens(self) -> int | None:
+        """The least whole length from which on every load is quicker; 0: always, None: there is none."""
+        bound = self.break_even.wins_from_tokens
+        return None if math.isinf(bound) else math.floor(bound) + 1 if bound > 0 else 0
+
+    @property
+    def pays_below_tokens(self) -> int:
+        """Every whole length below it is quicker to load too; 0: none."""
+        return math.ceil(self.break_even.wins_below_tokens)
 
     def tokens(self, kv_bytes_per_token: float) -> int | None:
         return None if self.capacity_bytes is None else int(self.capacity_bytes / kv_bytes_per_token)
@@ -374,7 +389,7 @@ class Plan:
         return costmodel.drive_writes_per_day(self.write_bytes_per_s, self.drive_bytes)
 
     def document(self) -> dict[str, object]:
-        """For `--json`. A break-even of null: a load never wins from any length on."""
+        """For `--json`. A break-even of null: a load never wins from any length on; of 0: from every one."""
         layout = self.layout
         return {
             "kv_bytes_per_token": _number(layout.kv_bytes_per_token),
@@ -484,8 +499,43 @@ def _tier(
         )
         for tokens in LENGTHS
     )
-    break_even = costmodel.break_even(model, link, kv)
-    return TierPlan(name, link, measured, break_even, lengths, window_s, bytes_per_s * window_s, capacity_bytes)
+    even = break_even(model, link, kv)
+    between = _wins_between(model, link, kv, even)
+    return TierPlan(name, link, measured, even, between, lengths, window_s, bytes_per_s * window_s, capacity_bytes)
+
+
+def break_even(model: RecomputeModel, link: TransferModel, kv: KVSize) -> BreakEven:
+    """As `costmodel.break_even`, but of as many steps of the engine as a prompt takes.
+
+    Below the one bound and above the other every load wins; between them the ends of the steps lose.
+    """
+    if model.step_tokens is None:
+        return costmodel.break_even(model, link, kv)
+    size = model.step_tokens
+    # A recompute time that rises evenly by what the steps cost is the true one at every step's end, and less elsewhere:
+    # nothing loses beyond its break-even, and every step's end before that does. The last to lose is thus in the step
+    # that its break-even is in, or the end of the one before.
+    evenly = replace(model, step_s=0.0, token_s=model.token_s + model.step_s / size)
+    bound = costmodel.break_even(evenly, link, kv).wins_from_tokens
+    below = costmodel.break_even(model, link, kv).wins_below_tokens
+    if bound == 0 or math.isinf(bound):
+        return BreakEven(0.0 if bound == 0 else below, bound)
+    steps = math.ceil(bound / size)
+    last = costmodel.break_even(replace(model, step_s=model.step_s * steps), link, kv)
+    last_begins, last_losing = (steps - 1) * size, min(last.wins_from_tokens, steps * size)
+    found = float(last_losing if max(last.wins_below_tokens, last_begins) < last_losing else last_begins)
+    return BreakEven(below if found > 0 else 0.0, found)
+
+
+def _wins_between(model: RecomputeModel, link: TransferModel, kv: KVSize, even: BreakEven) -> bool:
+    size = model.step_tokens
+    if size is None or even.wins_from_tokens <= size:
+        return False
+    # What a step's first token gains is largest in the first or in the last of them.
+    starts = [size + 1]
+    if math.isfinite(even.wins_from_tokens):
+        starts.append((math.ceil(even.wins_from_tokens / size) - 1) * size + 1)
+    return any(costmodel.transfer_s(link, kv.of(start)) < costmodel.recompute_s(model, 0, start) for start in starts)
 
 
 def gpu_memory(gpu: Gpu) -> tuple[float, float] | None:
@@ -509,8 +559,9 @@ def _gpu_document(gpu: Gpu) -> dict[str, object]:
 
 def _tier_document(tier: TierPlan) -> dict[str, object]:
     return {
-        "tokens": _finite(tier.break_even.wins_from_tokens),
-        "below_tokens": tier.break_even.wins_below_tokens,
+        "tokens": tier.pays_from_tokens,
+        "below_tokens": tier.pays_below_tokens,
+        "between_at_step_starts": tier.wins_between,
         "link_bytes_per_s": tier.link.bytes_per_s,
         "link_overhead_s": tier.link.overhead_s,
         "link_is_measured": tier.link_is_measured,

@@ -178,14 +178,13 @@ def _print_tables(found: planning.Plan, console: Console) -> None:
 
 
 def _length_table(tier: planning.TierPlan) -> Table:
-    even = tier.break_even
-    pays = "never pays by itself"
-    if even.wins_from_tokens == 0:
-        pays = "always pays"
-    elif even.wins_from_tokens < float("inf"):
-        pays = f"pays from {even.wins_from_tokens:,.0f} tokens on"
-    if even.wins_below_tokens > 0:
-        pays += f" and below {even.wins_below_tokens:,.0f}"
+    pays_from, pays_below = tier.pays_from_tokens, tier.pays_below_tokens
+    where = [] if pays_from is None else [f"from {pays_from:,} tokens on"]
+    if pays_below > 0:
+        where.append(f"below {pays_below:,}")
+    pays = "always pays" if pays_from == 0 else f"pays {' and '.join(where)}" if where else "never pays by itself"
+    if tier.wins_between:
+        pays += ", else only where a step has just begun"
     measured = "" if tier.link_is_measured else " (not measured on this link)"
     title = f"{tier.name}: a load {pays}, at {tier.link.bytes_per_s / 1e9:.1f} GB/s{measured}"
     table = Table("prefix tokens", "recompute ms", "load ms", "GB/s to break even", "quicker", title=title)

@@ -1,13 +1,16 @@
 """Sizes that a planner must get right, from configurations and from logs, and what the command prints."""
 
+import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from typer.testing import CliRunner
 
-from kvstore import plan, profiles
+from kvstore import costmodel, plan, profiles
 from kvstore.cli import app
 from kvstore.errors import ConfigurationError
 from tests.unit.reference import reference_rows
@@ -32,7 +35,7 @@ GLM_52 = {
     **DEEPSEEK_V32, "num_hidden_layers": 78, "hidden_size": 6144,
     "index_topk_freq": 4, "index_skip_topk_offset": 3,
 }  # fmt: skip
-KIMI_K3 = {
+KIMI_K3: dict[str, object] = {
     "text_config": {
         "num_hidden_layers": 93, "hidden_size": 7168, "num_attention_heads": 96, "kv_lora_rank": 512,
         "qk_rope_head_dim": 64, "dtype": "bfloat16",
@@ -251,7 +254,7 @@ def made(config: dict[str, object], *, gpu_name: str = "H100", tp_size: int = 1,
     return plan.make_plan(layout, prefill, gpu, gpu, profiles.find_disk(), tp_size=tp_size, **options)  # type: ignore[arg-type]
 
 
-def test_break_even_agrees_with_the_table_beside_it() -> None:
+def test_break_even_without_steps_agrees_with_the_table_beside_it() -> None:
     found = made(LLAMA_8B)
     for tier in found.tiers:
         assert [tier.break_even.wins(length.tokens) for length in tier.lengths] == [
@@ -259,6 +262,71 @@ def test_break_even_agrees_with_the_table_beside_it() -> None:
         ]
     cpu, fs = found.tiers
     assert cpu.break_even.wins_from_tokens < fs.break_even.wins_from_tokens
+
+
+@pytest.mark.parametrize("step_tokens", [None, 2048, 3000, 8192])
+@pytest.mark.parametrize("tp_size", [1, 8])
+def test_break_even_agrees_with_the_table_beside_it(tp_size: int, step_tokens: int | None) -> None:
+    models: list[dict[str, object]] = [
+        LLAMA_8B, LLAMA_70B, QWEN3_235B, DEEPSEEK_V3, DEEPSEEK_V32, GLM_52, KIMI_K3, GPT_OSS, QWEN35_397B,
+    ]  # fmt: skip
+    for config, gpu_name in itertools.product(models, profiles.gpu_names()):
+        found = made(config, gpu_name=gpu_name, tp_size=tp_size, step_tokens=step_tokens)
+        model = found.prefill.recompute_model(step_tokens=step_tokens)
+        for tier in found.tiers:
+            which = f"{found.layout.note} on {gpu_name}, {tier.name}"
+            pays_from = math.inf if tier.pays_from_tokens is None else tier.pays_from_tokens
+            for length in tier.lengths:
+                if length.tokens >= pays_from or length.tokens < tier.pays_below_tokens:
+                    assert length.loads, (which, length)
+                else:
+                    assert not length.loads or tier.wins_between, (which, length)
+            for tokens, loads in ((pays_from, True), (pays_from - 1, False)):
+                if 0 < tokens < math.inf:
+                    load_s = costmodel.transfer_s(tier.link, found.layout.on_rank.of(int(tokens)))
+                    assert (load_s < costmodel.recompute_s(model, 0, int(tokens))) == loads, (which, tokens)
+
+
+def test_a_break_even_over_steps_is_the_least_length_from_which_on_all_win() -> None:
+    random = Random(7)
+    lengths = range(1, 2001)
+    seen = set()
+    for _ in range(300):
+        model = costmodel.RecomputeModel(
+            random.uniform(0, 2e-3), random.uniform(0, 2e-6), random.choice([0.0, 1e-10, 1e-9, 1e-8]), 1.0,
+            random.choice([16, 100, 256, 1000]),
+        )  # fmt: skip
+        link = costmodel.TransferModel(random.uniform(1e8, 2e9), random.choice([0.0, 1e-4, 1e-3]))
+        kv = costmodel.KVSize(1000.0, random.choice([0, 10**6]))
+        wins = [costmodel.transfer_s(link, kv.of(n)) < costmodel.recompute_s(model, 0, n) for n in lengths]
+        found = plan.break_even(model, link, kv)
+        losing = [n for n, won in zip(lengths, wins, strict=True) if not won]
+        if not losing:
+            assert found.wins_from_tokens < 1 or found.wins_below_tokens >= lengths[-1], (model, link, kv)
+            continue
+        assert math.ceil(found.wins_below_tokens) == losing[0] or (found.wins_below_tokens, losing[0]) == (0.0, 1)
+        if losing[-1] < lengths[-1] - 1000:  # else a later step may lose again, beyond what was looked at
+            assert math.floor(found.wins_from_tokens) == losing[-1], (model, link, kv)
+            seen.add(losing[-1] % (model.step_tokens or 1) == 0)
+        else:
+            assert found.wins_from_tokens >= losing[-1], (model, link, kv)
+    assert seen == {True, False}, "both at a step's end and inside one"
+
+
+def test_the_title_over_steps_says_what_the_table_does(tmp_path: Path) -> None:
+    config, log = tmp_path / "config.json", tmp_path / "engine.log"
+    config.write_text(json.dumps(GPT_OSS))
+    of_8_ranks = LOG.replace("tensor_parallel_size=2", "tensor_parallel_size=8").replace("901,120", "12,815,929")
+    log.write_text(of_8_ranks.replace("max_num_batched_tokens=8192", "max_num_batched_tokens=2048"))
+    arguments = ("--config", config, "--engine-log", log, "--gpu", "b300")
+    code, output = run(*arguments, "--json")
+    assert code == 0
+    for tier in json.loads(output)["break_even"].values():
+        loads = {row["tokens"]: row["loads"] for row in tier["lengths"]}
+        assert loads[131_072]
+        assert all(loaded for tokens, loaded in loads.items() if tokens >= tier["tokens"])
+        said = f"pays from {tier['tokens']:,} tokens on" if tier["tokens"] > 0 else "always pays"
+        assert said in " ".join(run(*arguments)[1].split())
 
 
 def test_a_disk_serves_all_ranks_and_a_link_one() -> None:
