@@ -442,7 +442,7 @@ def make_plan(
     fs_bytes: int | None = None,
     drive_bytes: float = DRIVE_BYTES,
 ) -> Plan:
-    """`link_gpu`: whose link to host memory is assumed (that of `gpu`, where it is known).
+    """`link_gpu`: whose link to host memory is assumed (that of `gpu`, where it is known; else nobody measured it).
 
     `tokens_per_s`: prompt tokens a second, as measured; None: as fast as it can prefill prompts of 8,192 tokens, the
     most there can be. `new_share`: of them that no cache holds.
@@ -452,10 +452,11 @@ def make_plan(
     rate = tokens_per_s if tokens_per_s is not None else 8192 / costmodel.recompute_s(model, 0, 8192)
     bytes_per_s = rate * new_share * layout.kv_bytes_per_token
     link = link_gpu.link
+    measured = gpu is not None and link.measured
     both = from_disk(layout, disk, link.expected, chunk_tokens)
     tiers = (
-        _tier("cpu", link.expected, model, layout, CPU_WINDOW_S, bytes_per_s, cpu_bytes, measured=link.measured),
-        _tier("fs", both, model, layout, FS_WINDOW_S, bytes_per_s, fs_bytes, measured=link.measured),
+        _tier("cpu", link.expected, model, layout, CPU_WINDOW_S, bytes_per_s, cpu_bytes, measured=measured),
+        _tier("fs", both, model, layout, FS_WINDOW_S, bytes_per_s, fs_bytes, measured=measured),
     )
     return Plan(layout, tp_size, gpu, prefill, tiers, rate, tokens_per_s is not None, new_share, drive_bytes)
 

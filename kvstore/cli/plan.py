@@ -156,7 +156,7 @@ def _print_tables(found: planning.Plan, console: Console) -> None:
     for line in lines:
         console.print(line, highlight=False)
     for tier in found.tiers:
-        print_table(_length_table(tier))
+        print_table(_length_table(tier, gpu_is_known=found.gpu is not None))
     sizes = Table("tier", "size", "holds tokens", "to keep what comes back", "for", title="sizes")
     for tier in found.tiers:
         tokens = tier.tokens(layout.kv_bytes_per_token)
@@ -177,7 +177,7 @@ def _print_tables(found: planning.Plan, console: Console) -> None:
     )
 
 
-def _length_table(tier: planning.TierPlan) -> Table:
+def _length_table(tier: planning.TierPlan, *, gpu_is_known: bool) -> Table:
     pays_from, pays_below = tier.pays_from_tokens, tier.pays_below_tokens
     where = [] if pays_from is None else [f"from {pays_from:,} tokens on"]
     if pays_below > 0:
@@ -185,7 +185,8 @@ def _length_table(tier: planning.TierPlan) -> Table:
     pays = "always pays" if pays_from == 0 else f"pays {' and '.join(where)}" if where else "never pays by itself"
     if tier.wins_between:
         pays += ", else only where a step has just begun"
-    measured = "" if tier.link_is_measured else " (not measured on this link)"
+    assumed = "not measured on this link" if gpu_is_known else "an assumption: no profile of this GPU"
+    measured = "" if tier.link_is_measured else f" ({assumed})"
     title = f"{tier.name}: a load {pays}, at {tier.link.bytes_per_s / 1e9:.1f} GB/s{measured}"
     table = Table("prefix tokens", "recompute ms", "load ms", "GB/s to break even", "quicker", title=title)
     for length in tier.lengths:

@@ -388,6 +388,22 @@ def test_the_table_says_from_where_on_a_load_pays(config_file: Path) -> None:
     assert "drive writes a day" in output
 
 
+@pytest.mark.parametrize(
+    ("gpu", "measured", "said"),
+    [
+        ("H100", True, None),
+        ("B300", False, "not measured on this link"),
+        ("NVIDIA A100-SXM4-80GB", False, "assumption"),
+    ],
+)
+def test_a_rate_that_nobody_measured_says_so(gpu: str, measured: bool, said: str | None, config_file: Path) -> None:
+    document = json.loads(run("--config", config_file, "--gpu", gpu, "--json")[1])
+    assert [tier["link_is_measured"] for tier in document["break_even"].values()] == [measured] * 2
+    output = " ".join(run("--config", config_file, "--gpu", gpu)[1].split())
+    for sentence in ("not measured on this link", "assumption"):
+        assert output.count(sentence) == (2 if sentence == said else 0)
+
+
 def test_a_log_alone_is_enough_for_a_known_model(tmp_path: Path) -> None:
     path = tmp_path / "engine.log"
     path.write_text(LOG)
