@@ -23,6 +23,21 @@ CPU_WINDOW_S, FS_WINDOW_S = 519.0, 1578.0
 DRIVE_BYTES = 7.68e12
 
 _FIELD_MAX = 1 << 24  # of a configuration's numbers: beyond that it is none of a model
+_LAYER_TYPES = {
+    "full_attention": "full",
+    "attention": "full",
+    "indexed_attention": "full",
+    "sliding_attention": "sliding",
+    "linear_attention": "linear",
+}
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups")
+# Where one of these is set, layers hold something else than heads of one size each, or share it.
+_OTHER_KV = ("block_configs", "compress_ratios", "global_head_dim", "hybrid_layer_pattern", "num_kv_shared_layers")
+# Without layer_types these say which layers hold a state.
+_OTHER_LAYERS = (
+    "mamba_d_state", "ssm_cfg", "state_size", "hybrid_override_pattern", "full_attn_idxs", "layer_group_size",
+    "layers_block_type",
+)  # fmt: skip
 _PACKED_SCALE_TOKENS = 128  # of an MLA latent that share one scale of 4 bytes where vLLM packs it
 _INDEXER_SCALE_BYTES = 4
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
@@ -67,15 +82,16 @@ def layout_from_config(
     """Of a Hugging Face `config.json`. ConfigurationError: a field is missing, or its attention is not known here."""
     if kv_dtype not in KV_DTYPES:
         raise ConfigurationError(f"--kv-dtype is one of {', '.join(KV_DTYPES)}, not '{kv_dtype}'")
-    text = config.get("text_config")
-    fields = _Fields(text if isinstance(text, Mapping) else config)
+    fields = _text_fields(config)
     layers = fields.count("num_hidden_layers")
+    if (why := unknown_layers(config)) is not None:
+        raise ConfigurationError(f"{why}; give the engine's log too (--engine-log, of `kvstore plan`)")
     kinds = _layer_kinds(fields, layers)
     model_bytes = _DTYPE_BYTES.get(fields.text("dtype", "torch_dtype", default="bfloat16"), 2)
     element_bytes = {"auto": model_bytes, "bfloat16": 2}.get(kv_dtype, 1)
     state_slot = _state_slot_bytes(fields, kinds.count("linear"), tp_size, model_bytes)
     slots = state_slots if state_slot else 0
-    hidden = fields.count("hidden_size")
+    geometry = geometry_from_config(config)
     full, sliding = kinds.count("full"), kinds.count("sliding")
     if fields.has("kv_lora_rank"):
         latent, rope = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim")
@@ -91,14 +107,10 @@ def layout_from_config(
             indexer_bytes = fields.count("index_head_dim", default=128) + _INDEXER_SCALE_BYTES
             total += indexers * indexer_bytes
             note += f", {indexers} indexers of {indexer_bytes}"
-        attention = "sparse_mla" if sparse else "hybrid_mla" if state_slot else "mla"
-        geometry = Geometry(layers, hidden, 1, latent + rope, attention)
         return Layout(total, total, state_slot, slots, 0, True, geometry, note + _state_note(kinds, state_slot))
     if kv_dtype == "fp8_ds_mla":
         raise ConfigurationError("fp8_ds_mla is a format of MLA models; this model has none: use fp8 or auto")
-    heads = fields.count("num_attention_heads")
-    kv_heads = fields.count("num_key_value_heads", default=heads)
-    head_dim = fields.count("head_dim", default=hidden // heads)
+    kv_heads, head_dim = geometry.kv_heads, geometry.head_dim
     head_bytes = 2 * head_dim * element_bytes
     rank_heads = -(-kv_heads // tp_size)
     window_bytes = 0
@@ -114,9 +126,60 @@ def layout_from_config(
         slots,
         window_bytes,
         False,
-        Geometry(layers, hidden, kv_heads, head_dim, "gqa"),
+        geometry,
         note + _state_note(kinds, state_slot),
     )
+
+
+def geometry_from_config(config: Mapping[str, object]) -> Geometry:
+    """Of a `config.json` whose layers need not be known here. ConfigurationError: a field is missing."""
+    fields = _text_fields(config)
+    layers, hidden = fields.count("num_hidden_layers"), fields.count("hidden_size")
+    if fields.has("kv_lora_rank"):
+        linear = fields.part("linear_attn_config")
+        hybrid = fields.is_set("linear_num_value_heads") or (linear is not None and linear.is_set("kda_layers"))
+        attention = "sparse_mla" if fields.has("index_topk") else "hybrid_mla" if hybrid else "mla"
+        width = fields.count("kv_lora_rank") + fields.count("qk_rope_head_dim")
+        return Geometry(layers, hidden, 1, width, attention)
+    heads = fields.count("num_attention_heads")
+    named = next((name for name in _KV_HEADS if fields.has(name)), None)
+    kv_heads = fields.count(named) if named is not None else heads
+    if fields.is_set("multi_query") and not fields.is_set("new_decoder_architecture"):
+        kv_heads = 1
+    return Geometry(layers, hidden, kv_heads, fields.count("head_dim", default=max(1, hidden // heads)), "gqa")
+
+
+def unknown_layers(config: Mapping[str, object]) -> str | None:
+    """Why it cannot be told from the configuration what each layer holds; None: it can."""
+    fields = _text_fields(config)
+    for name in _OTHER_KV:
+        if fields.is_set(name):
+            return f"what layers of a model with {name} hold is not known here"
+    layers, listed = fields.count("num_hidden_layers"), fields.items("layer_types")
+    linear = fields.part("linear_attn_config")
+    if linear is not None and linear.items("kda_layers"):
+        state_layers = len(linear.items("kda_layers"))
+        return None if state_layers <= layers else f"linear_attn_config lists {state_layers} of {layers} layers"
+    if listed:
+        unknown = {str(name) for name in listed} - set(_LAYER_TYPES)
+        if unknown:
+            return f"layers of type {', '.join(sorted(unknown))} are not known here"
+        return None if len(listed) >= layers else f"layer_types lists {len(listed)} of {layers} layers"
+    if any(kind != 1 for kind in fields.items("attn_type_list")):
+        return "a model with attn_type_list holds a state whose size is not known here"
+    if fields.has("attention_chunk_size") or fields.text("model_type", default="").startswith("llama4"):
+        return "which layers have chunked attention (attention_chunk_size) is not known without layer_types"
+    if fields.has("linear_num_value_heads"):
+        return None
+    for name in _OTHER_LAYERS:
+        if fields.is_set(name):
+            return f"a model with {name} holds a state whose size is not known here"
+    return None
+
+
+def _text_fields(config: Mapping[str, object]) -> "_Fields":
+    text = config.get("text_config")
+    return _Fields(text if isinstance(text, Mapping) else config)
 
 
 class _Fields:
@@ -159,42 +222,27 @@ class _Fields:
         value = self._values.get(name)
         return value if isinstance(value, int) else default
 
+    def is_set(self, name: str) -> bool:
+        return bool(self._values.get(name))
+
     def is_off(self, name: str) -> bool:
         return self._values.get(name) is False
 
 
 def _layer_kinds(fields: _Fields, layers: int) -> list[str]:
-    """For each layer: full, sliding or linear."""
+    """For each layer: full, sliding or linear. For configurations without `unknown_layers`."""
     linear = fields.part("linear_attn_config")
     if linear is not None and linear.items("kda_layers"):
         state = len(linear.items("kda_layers"))
         return ["linear"] * state + ["full"] * (layers - state)
-    names = {
-        "full_attention": "full",
-        "attention": "full",
-        "indexed_attention": "full",
-        "sliding_attention": "sliding",
-        "linear_attention": "linear",
-    }
     listed = fields.items("layer_types")
-    if listed:
-        unknown = {str(name) for name in listed} - set(names)
-        if unknown:
-            raise ConfigurationError(
-                f"layers of type {', '.join(sorted(unknown))} are not known here; "
-                "give the engine's log instead (--engine-log)"
-            )
-        return [names[str(name)] for name in listed]
+    if listed:  # those beyond the model's own are of the layers that draft
+        return [_LAYER_TYPES[str(name)] for name in listed[:layers]]
     if fields.has("linear_num_value_heads"):
         interval = fields.count("full_attention_interval", default=4)
         return ["linear" if (index + 1) % interval else "full" for index in range(layers)]
     if fields.has("sliding_window") and not fields.is_off("use_sliding_window"):
         return ["sliding"] * layers
-    for name in ("mamba_d_state", "ssm_cfg", "state_size", "hybrid_override_pattern"):
-        if fields.has(name):
-            raise ConfigurationError(
-                f"a model with {name} holds a state whose size is not known here; give the engine's log (--engine-log)"
-            )
     return ["full"] * layers
 
 

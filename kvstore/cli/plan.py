@@ -81,13 +81,16 @@ def _plan(
         log = replace(log, tp_size=tp)
     tp_size = tp or (log.tp_size if log is not None else 1)
     layout: planning.Layout | None = None
+    geometry = profiles.geometry_of(log.model) if log is not None and log.model else None
     if config is not None:
+        fields = read_config(config)
         dtype = kv_dtype or (log.kv_dtype if log is not None and log.kv_dtype in planning.KV_DTYPES else "auto")
-        layout = planning.layout_from_config(
-            read_config(config), kv_dtype=dtype, tp_size=tp_size, state_slots=state_slots
-        )
+        if log is not None and planning.unknown_layers(fields) is not None:
+            geometry = planning.geometry_from_config(fields)  # what the layers hold is in the log
+        else:
+            layout = planning.layout_from_config(fields, kv_dtype=dtype, tp_size=tp_size, state_slots=state_slots)
     if log is not None:
-        layout = planning.layout_from_log(log, layout, profiles.geometry_of(log.model) if log.model else None)
+        layout = planning.layout_from_log(log, layout, geometry)
     assert layout is not None, "neither a configuration nor a log"
     if layout.geometry is None:
         model = log.model if log is not None else None

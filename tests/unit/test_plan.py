@@ -146,6 +146,15 @@ def test_heads_fewer_than_ranks_are_held_more_than_once() -> None:
         ({**LLAMA_8B, "num_hidden_layers": 10**30}, "auto", "num_hidden_layers"),
         ({**LLAMA_8B, "layer_types": ["mamba"] * 32}, "auto", "mamba"),
         ({**LLAMA_8B, "mamba_d_state": 128}, "auto", "--engine-log"),
+        ({**LLAMA_8B, "mamba_d_state": 128, "sliding_window": 1024}, "auto", "--engine-log"),
+        ({**LLAMA_8B, "attn_type_list": [0] * 28 + [1] * 4}, "auto", "attn_type_list.*--engine-log"),
+        ({**LLAMA_8B, "layer_types": ["full_attention"] * 31}, "auto", "31 of 32 layers.*--engine-log"),
+        ({**LLAMA_8B, "layer_types": ["chunked_attention"] * 32}, "auto", "chunked_attention.*--engine-log"),
+        ({"text_config": {**LLAMA_8B, "attention_chunk_size": 8192}}, "auto", "chunked.*--engine-log"),
+        ({"text_config": {**LLAMA_8B, "model_type": "llama4_text"}}, "auto", "chunked.*--engine-log"),
+        ({**LLAMA_8B, "full_attn_idxs": [2, 5]}, "auto", "full_attn_idxs.*--engine-log"),
+        ({**LLAMA_8B, "num_kv_shared_layers": 20}, "auto", "num_kv_shared_layers.*--engine-log"),
+        ({**LLAMA_8B, "linear_attn_config": {"kda_layers": [1] * 33}}, "auto", "33 of 32 layers.*--engine-log"),
         (LLAMA_8B, "fp8_ds_mla", "MLA"),
         (LLAMA_8B, "int3", "int3"),
     ],
@@ -153,6 +162,22 @@ def test_heads_fewer_than_ranks_are_held_more_than_once() -> None:
 def test_what_is_not_known_is_refused_with_what_to_do(config: dict[str, object], kv_dtype: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         plan.layout_from_config(config, kv_dtype=kv_dtype)
+
+
+def test_layers_beyond_the_models_own_are_not_counted() -> None:
+    config = {**GPT_OSS, "layer_types": ["sliding_attention", "full_attention"] * 18 + ["full_attention"] * 3}
+    assert plan.layout_from_config(config) == plan.layout_from_config(GPT_OSS)
+
+
+def test_a_list_of_full_attention_only_is_a_model_like_any_other() -> None:
+    assert plan.layout_from_config({**LLAMA_8B, "attn_type_list": [1] * 32}) == plan.layout_from_config(LLAMA_8B)
+
+
+@pytest.mark.parametrize("name", ["num_kv_heads", "num_attention_groups"])
+def test_kv_heads_go_by_several_names(name: str) -> None:
+    config = {key: value for key, value in LLAMA_8B.items() if key != "num_key_value_heads"}
+    assert plan.layout_from_config({**config, name: 8}) == plan.layout_from_config(LLAMA_8B)
+    assert plan.layout_from_config({**config, name: 32, "multi_query": True}).kv_bytes_per_token == 131_072 / 8
 
 
 LOG = """\
@@ -412,6 +437,15 @@ def test_a_log_alone_is_enough_for_a_known_model(tmp_path: Path) -> None:
     document = json.loads(output)
     assert document["kv_bytes_per_token"] == 131_072
     assert document["tp_size"] == 2
+
+
+def test_a_log_answers_for_layers_that_the_configuration_leaves_open(tmp_path: Path) -> None:
+    config, log = tmp_path / "config.json", tmp_path / "engine.log"
+    config.write_text(json.dumps({**LLAMA_8B, "attn_type_list": [0] * 28 + [1] * 4}))
+    log.write_text(LOG.replace("Llama-3.1-8B-Instruct", "own-model"))
+    code, output = run("--config", config, "--engine-log", log, "--json")
+    assert code == 0
+    assert json.loads(output)["kv_bytes_per_token"] == 131_072
 
 
 def test_of_a_log_that_does_not_say_the_tensor_parallel_size_it_is_the_one_given(tmp_path: Path) -> None:
