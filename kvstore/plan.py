@@ -68,6 +68,18 @@ class Layout:
         """What a rank moves for a load: one state slot, for only the last checkpoint is needed."""
         return KVSize(self.kv_bytes_per_token_on_rank, self.state_slot_bytes_on_rank + self.window_bytes_on_rank)
 
+    def from_disk(self, tp_size: int) -> KVSize:
+        """What a rank's load from disk takes as long as, at the rate of its share of the tokens' bytes (`from_disk`):
+        the disk delivers the states of all ranks, and each rank's is its own."""
+        share = self.kv_bytes_per_token_on_rank / self.kv_bytes_per_token
+        states = max(self.state_slot_bytes_on_rank, round(self.state_slot_bytes_on_rank * tp_size * share))
+        return KVSize(self.kv_bytes_per_token_on_rank, states + self.window_bytes_on_rank)
+
+    def prompt_bytes(self, tp_size: int) -> int:
+        """Kept of a prompt beside its tokens' KV, all ranks together: one state, and the windows at its end."""
+        windows = self.window_bytes_on_rank * self.kv_bytes_per_token / self.kv_bytes_per_token_on_rank
+        return self.state_slot_bytes_on_rank * tp_size + round(windows)
+
     def request_bytes_on_rank(self, token_count: int) -> float:
         """What the engine holds for one request of that length."""
         return self.kv_bytes_per_token_on_rank * token_count + self.state_bytes_on_rank
@@ -415,7 +427,8 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every `..._per_s` is the engine's: all its ranks together."""
+    """Every `..._per_s` is the engine's: all its ranks together. Sizes, the tokens they hold and the wear are of KV by
+    the token, without the layout's `prompt_bytes`."""
 
     layout: Layout
     tp_size: int
@@ -444,6 +457,7 @@ class Plan:
             "kv_bytes_per_token_on_rank": _number(layout.kv_bytes_per_token_on_rank),
             "state_slot_bytes_on_rank": layout.state_slot_bytes_on_rank,
             "state_bytes_on_rank": layout.state_bytes_on_rank,
+            "prompt_bytes_not_counted": layout.prompt_bytes(self.tp_size),
             "tp_size": self.tp_size,
             "layout": layout.note,
             "prefill_source": self.prefill.source,
@@ -503,8 +517,8 @@ def make_plan(
     measured = gpu is not None and link.measured
     both = from_disk(layout, disk, link.expected, chunk_tokens)
     tiers = (
-        _tier("cpu", link.expected, model, layout, CPU_WINDOW_S, bytes_per_s, cpu_bytes, measured=measured),
-        _tier("fs", both, model, layout, FS_WINDOW_S, bytes_per_s, fs_bytes, measured=measured),
+        _tier("cpu", link.expected, model, layout.on_rank, CPU_WINDOW_S, bytes_per_s, cpu_bytes, measured=measured),
+        _tier("fs", both, model, layout.from_disk(tp_size), FS_WINDOW_S, bytes_per_s, fs_bytes, measured=measured),
     )
     return Plan(layout, tp_size, gpu, prefill, tiers, rate, tokens_per_s is not None, new_share, drive_bytes)
 
@@ -531,14 +545,13 @@ def _tier(
     name: str,
     link: TransferModel,
     model: RecomputeModel,
-    layout: Layout,
+    kv: KVSize,
     window_s: float,
     bytes_per_s: float,
     capacity_bytes: int | None,
     *,
     measured: bool,
 ) -> TierPlan:
-    kv = layout.on_rank
     lengths = tuple(
         Length(
             tokens,

@@ -171,6 +171,12 @@ def _print_tables(found: planning.Plan, console: Console) -> None:
             f"{tier.window_s:.0f} s",
         )
     print_table(sizes)
+    if (beside := layout.prompt_bytes(found.tp_size)) > 0:
+        console.print(
+            f"Not counted in sizes, tokens and drive writes: {decimal(beside)} of states and windows for each prompt "
+            "kept.",
+            highlight=False,
+        )
     rate = "as given" if found.tokens_per_s_is_measured else "the most that can be prefilled"
     console.print(
         f"{found.tokens_per_s:,.0f} prompt tokens/s ({rate}), {found.new_share:.0%} of them new: at most "

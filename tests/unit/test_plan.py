@@ -308,7 +308,8 @@ def test_break_even_agrees_with_the_table_beside_it(tp_size: int, step_tokens: i
                     assert not length.loads or tier.wins_between, (which, length)
             for tokens, loads in ((pays_from, True), (pays_from - 1, False)):
                 if 0 < tokens < math.inf:
-                    load_s = costmodel.transfer_s(tier.link, found.layout.on_rank.of(int(tokens)))
+                    kv = found.layout.on_rank if tier.name == "cpu" else found.layout.from_disk(tp_size)
+                    load_s = costmodel.transfer_s(tier.link, kv.of(int(tokens)))
                     assert (load_s < costmodel.recompute_s(model, 0, int(tokens))) == loads, (which, tokens)
 
 
@@ -361,6 +362,25 @@ def test_a_disk_serves_all_ranks_and_a_link_one() -> None:
     disk_s = 131_072 * 327_680 / 11.6e9
     assert four.tiers[1].lengths[-1].load_s == pytest.approx(disk_s, rel=0.02)
     assert one.tiers[1].lengths[-1].load_s == pytest.approx(disk_s, rel=0.02)
+
+
+def test_a_disk_delivers_the_states_of_all_ranks() -> None:
+    found = made(KIMI_K3, tp_size=8)
+    states = 8 * found.layout.state_slot_bytes_on_rank
+    assert found.layout.prompt_bytes(8) == states == pytest.approx(232e6, rel=0.01)
+    cpu, fs = found.tiers
+    disk_s = (1024 * 27_648 + states) / profiles.find_disk().read.bytes_per_s
+    assert fs.lengths[0].load_s == pytest.approx(fs.link.overhead_s + disk_s)
+    link_s = (1024 * 27_648 + states / 8) / cpu.link.bytes_per_s
+    assert cpu.lengths[0].load_s == pytest.approx(cpu.link.overhead_s + link_s)
+
+
+def test_windows_kept_for_a_prompt_are_stored_once_whatever_the_ranks_hold() -> None:
+    one = plan.layout_from_config(GPT_OSS).prompt_bytes(1)
+    assert one == 4_718_592
+    assert plan.layout_from_config(GPT_OSS, tp_size=8).prompt_bytes(8) == one
+    assert plan.layout_from_config(GPT_OSS, tp_size=16).prompt_bytes(16) == one
+    assert plan.layout_from_config(LLAMA_8B).prompt_bytes(1) == 0
 
 
 def test_writing_every_new_chunk_wears_a_drive() -> None:
@@ -427,6 +447,13 @@ def test_a_rate_that_nobody_measured_says_so(gpu: str, measured: bool, said: str
     output = " ".join(run("--config", config_file, "--gpu", gpu)[1].split())
     for sentence in ("not measured on this link", "assumption"):
         assert output.count(sentence) == (2 if sentence == said else 0)
+
+
+def test_what_is_kept_for_each_prompt_is_said_where_it_is_not_counted(config_file: Path) -> None:
+    assert "Not counted" not in run("--config", config_file)[1]
+    config_file.write_text(json.dumps(KIMI_K3))
+    said = " ".join(run("--config", config_file, "--tp", "8", "--kv-dtype", "fp8")[1].split())
+    assert "drive writes: 232.3 MB of states and windows for each prompt kept" in said
 
 
 def test_a_log_alone_is_enough_for_a_known_model(tmp_path: Path) -> None:
