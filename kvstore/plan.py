@@ -414,12 +414,13 @@ class TierPlan:
     def pays_from_tokens(self) -> int | None:
         """The least whole length from which on every load is quicker; 0: always, None: there is none."""
         bound = self.break_even.wins_from_tokens
-        return None if math.isinf(bound) else math.floor(bound) + 1 if bound > 0 else 0
+        return None if math.isinf(bound) else math.floor(bound) + 1 if bound >= 1 else 0
 
     @property
     def pays_below_tokens(self) -> int:
         """Every whole length below it is quicker to load too; 0: none."""
-        return math.ceil(self.break_even.wins_below_tokens)
+        below = math.ceil(self.break_even.wins_below_tokens)
+        return below if below > 1 else 0
 
     def tokens(self, kv_bytes_per_token: float) -> int | None:
         return None if self.capacity_bytes is None else int(self.capacity_bytes / kv_bytes_per_token)

@@ -364,6 +364,14 @@ def test_a_disk_serves_all_ranks_and_a_link_one() -> None:
     assert one.tiers[1].lengths[-1].load_s == pytest.approx(disk_s, rel=0.02)
 
 
+def test_no_length_is_below_one_token() -> None:
+    tier = made(LLAMA_8B).tiers[0]
+    less_than_one = replace(tier, break_even=costmodel.BreakEven(0.4, 0.6))
+    assert (less_than_one.pays_below_tokens, less_than_one.pays_from_tokens) == (0, 0)
+    one_loses = replace(tier, break_even=costmodel.BreakEven(0.4, 1.0))
+    assert (one_loses.pays_below_tokens, one_loses.pays_from_tokens) == (0, 2)
+
+
 def test_a_disk_delivers_the_states_of_all_ranks() -> None:
     found = made(KIMI_K3, tp_size=8)
     states = 8 * found.layout.state_slot_bytes_on_rank
