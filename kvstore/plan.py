@@ -7,7 +7,7 @@ tensor parallel size, except where every rank holds the same: MLA latents, and h
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore import costmodel
 from kvstore.costmodel import BreakEven, KVSize, RecomputeModel, TransferModel
@@ -23,6 +23,21 @@ CPU_WINDOW_S, FS_WINDOW_S = 519.0, 1578.0
 DRIVE_BYTES = 7.68e12
 
 _FIELD_MAX = 1 << 24  # of a configuration's numbers: beyond that it is none of a model
+_LAYER_TYPES = {
+    "full_attention": "full",
+    "attention": "full",
+    "indexed_attention": "full",
+    "sliding_attention": "sliding",
+    "linear_attention": "linear",
+}
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups")
+# Where one of these is set, layers hold something else than heads of one size each, or share it.
+_OTHER_KV = ("block_configs", "compress_ratios", "global_head_dim", "hybrid_layer_pattern", "num_kv_shared_layers")
+# Without layer_types these say which layers hold a state.
+_OTHER_LAYERS = (
+    "mamba_d_state", "ssm_cfg", "state_size", "hybrid_override_pattern", "full_attn_idxs", "layer_group_size",
+    "layers_block_type",
+)  # fmt: skip
 _PACKED_SCALE_TOKENS = 128  # of an MLA latent that share one scale of 4 bytes where vLLM packs it
 _INDEXER_SCALE_BYTES = 4
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
@@ -53,6 +68,18 @@ class Layout:
         """What a rank moves for a load: one state slot, for only the last checkpoint is needed."""
         return KVSize(self.kv_bytes_per_token_on_rank, self.state_slot_bytes_on_rank + self.window_bytes_on_rank)
 
+    def from_disk(self, tp_size: int) -> KVSize:
+        """What a rank's load from disk takes as long as, at the rate of its share of the tokens' bytes (`from_disk`):
+        the disk delivers the states of all ranks, and each rank's is its own."""
+        share = self.kv_bytes_per_token_on_rank / self.kv_bytes_per_token
+        states = max(self.state_slot_bytes_on_rank, round(self.state_slot_bytes_on_rank * tp_size * share))
+        return KVSize(self.kv_bytes_per_token_on_rank, states + self.window_bytes_on_rank)
+
+    def prompt_bytes(self, tp_size: int) -> int:
+        """Kept of a prompt beside its tokens' KV, all ranks together: one state, and the windows at its end."""
+        windows = self.window_bytes_on_rank * self.kv_bytes_per_token / self.kv_bytes_per_token_on_rank
+        return self.state_slot_bytes_on_rank * tp_size + round(windows)
+
     def request_bytes_on_rank(self, token_count: int) -> float:
         """What the engine holds for one request of that length."""
         return self.kv_bytes_per_token_on_rank * token_count + self.state_bytes_on_rank
@@ -67,15 +94,16 @@ def layout_from_config(
     """Of a Hugging Face `config.json`. ConfigurationError: a field is missing, or its attention is not known here."""
     if kv_dtype not in KV_DTYPES:
         raise ConfigurationError(f"--kv-dtype is one of {', '.join(KV_DTYPES)}, not '{kv_dtype}'")
-    text = config.get("text_config")
-    fields = _Fields(text if isinstance(text, Mapping) else config)
+    fields = _text_fields(config)
     layers = fields.count("num_hidden_layers")
+    if (why := unknown_layers(config)) is not None:
+        raise ConfigurationError(f"{why}; give the engine's log too (--engine-log, of `kvstore plan`)")
     kinds = _layer_kinds(fields, layers)
     model_bytes = _DTYPE_BYTES.get(fields.text("dtype", "torch_dtype", default="bfloat16"), 2)
     element_bytes = {"auto": model_bytes, "bfloat16": 2}.get(kv_dtype, 1)
     state_slot = _state_slot_bytes(fields, kinds.count("linear"), tp_size, model_bytes)
     slots = state_slots if state_slot else 0
-    hidden = fields.count("hidden_size")
+    geometry = geometry_from_config(config)
     full, sliding = kinds.count("full"), kinds.count("sliding")
     if fields.has("kv_lora_rank"):
         latent, rope = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim")
@@ -91,14 +119,10 @@ def layout_from_config(
             indexer_bytes = fields.count("index_head_dim", default=128) + _INDEXER_SCALE_BYTES
             total += indexers * indexer_bytes
             note += f", {indexers} indexers of {indexer_bytes}"
-        attention = "sparse_mla" if sparse else "hybrid_mla" if state_slot else "mla"
-        geometry = Geometry(layers, hidden, 1, latent + rope, attention)
         return Layout(total, total, state_slot, slots, 0, True, geometry, note + _state_note(kinds, state_slot))
     if kv_dtype == "fp8_ds_mla":
         raise ConfigurationError("fp8_ds_mla is a format of MLA models; this model has none: use fp8 or auto")
-    heads = fields.count("num_attention_heads")
-    kv_heads = fields.count("num_key_value_heads", default=heads)
-    head_dim = fields.count("head_dim", default=hidden // heads)
+    kv_heads, head_dim = geometry.kv_heads, geometry.head_dim
     head_bytes = 2 * head_dim * element_bytes
     rank_heads = -(-kv_heads // tp_size)
     window_bytes = 0
@@ -114,9 +138,60 @@ def layout_from_config(
         slots,
         window_bytes,
         False,
-        Geometry(layers, hidden, kv_heads, head_dim, "gqa"),
+        geometry,
         note + _state_note(kinds, state_slot),
     )
+
+
+def geometry_from_config(config: Mapping[str, object]) -> Geometry:
+    """Of a `config.json` whose layers need not be known here. ConfigurationError: a field is missing."""
+    fields = _text_fields(config)
+    layers, hidden = fields.count("num_hidden_layers"), fields.count("hidden_size")
+    if fields.has("kv_lora_rank"):
+        linear = fields.part("linear_attn_config")
+        hybrid = fields.is_set("linear_num_value_heads") or (linear is not None and linear.is_set("kda_layers"))
+        attention = "sparse_mla" if fields.has("index_topk") else "hybrid_mla" if hybrid else "mla"
+        width = fields.count("kv_lora_rank") + fields.count("qk_rope_head_dim")
+        return Geometry(layers, hidden, 1, width, attention)
+    heads = fields.count("num_attention_heads")
+    named = next((name for name in _KV_HEADS if fields.has(name)), None)
+    kv_heads = fields.count(named) if named is not None else heads
+    if fields.is_set("multi_query") and not fields.is_set("new_decoder_architecture"):
+        kv_heads = 1
+    return Geometry(layers, hidden, kv_heads, fields.count("head_dim", default=max(1, hidden // heads)), "gqa")
+
+
+def unknown_layers(config: Mapping[str, object]) -> str | None:
+    """Why it cannot be told from the configuration what each layer holds; None: it can."""
+    fields = _text_fields(config)
+    for name in _OTHER_KV:
+        if fields.is_set(name):
+            return f"what layers of a model with {name} hold is not known here"
+    layers, listed = fields.count("num_hidden_layers"), fields.items("layer_types")
+    linear = fields.part("linear_attn_config")
+    if linear is not None and linear.items("kda_layers"):
+        state_layers = len(linear.items("kda_layers"))
+        return None if state_layers <= layers else f"linear_attn_config lists {state_layers} of {layers} layers"
+    if listed:
+        unknown = {str(name) for name in listed} - set(_LAYER_TYPES)
+        if unknown:
+            return f"layers of type {', '.join(sorted(unknown))} are not known here"
+        return None if len(listed) >= layers else f"layer_types lists {len(listed)} of {layers} layers"
+    if any(kind != 1 for kind in fields.items("attn_type_list")):
+        return "a model with attn_type_list holds a state whose size is not known here"
+    if fields.has("attention_chunk_size") or fields.text("model_type", default="").startswith("llama4"):
+        return "which layers have chunked attention (attention_chunk_size) is not known without layer_types"
+    if fields.has("linear_num_value_heads"):
+        return None
+    for name in _OTHER_LAYERS:
+        if fields.is_set(name):
+            return f"a model with {name} holds a state whose size is not known here"
+    return None
+
+
+def _text_fields(config: Mapping[str, object]) -> "_Fields":
+    text = config.get("text_config")
+    return _Fields(text if isinstance(text, Mapping) else config)
 
 
 class _Fields:
@@ -159,42 +234,27 @@ class _Fields:
         value = self._values.get(name)
         return value if isinstance(value, int) else default
 
+    def is_set(self, name: str) -> bool:
+        return bool(self._values.get(name))
+
     def is_off(self, name: str) -> bool:
         return self._values.get(name) is False
 
 
 def _layer_kinds(fields: _Fields, layers: int) -> list[str]:
-    """For each layer: full, sliding or linear."""
+    """For each layer: full, sliding or linear. For configurations without `unknown_layers`."""
     linear = fields.part("linear_attn_config")
     if linear is not None and linear.items("kda_layers"):
         state = len(linear.items("kda_layers"))
         return ["linear"] * state + ["full"] * (layers - state)
-    names = {
-        "full_attention": "full",
-        "attention": "full",
-        "indexed_attention": "full",
-        "sliding_attention": "sliding",
-        "linear_attention": "linear",
-    }
     listed = fields.items("layer_types")
-    if listed:
-        unknown = {str(name) for name in listed} - set(names)
-        if unknown:
-            raise ConfigurationError(
-                f"layers of type {', '.join(sorted(unknown))} are not known here; "
-                "give the engine's log instead (--engine-log)"
-            )
-        return [names[str(name)] for name in listed]
+    if listed:  # those beyond the model's own are of the layers that draft
+        return [_LAYER_TYPES[str(name)] for name in listed[:layers]]
     if fields.has("linear_num_value_heads"):
         interval = fields.count("full_attention_interval", default=4)
         return ["linear" if (index + 1) % interval else "full" for index in range(layers)]
     if fields.has("sliding_window") and not fields.is_off("use_sliding_window"):
         return ["sliding"] * layers
-    for name in ("mamba_d_state", "ssm_cfg", "state_size", "hybrid_override_pattern"):
-        if fields.has(name):
-            raise ConfigurationError(
-                f"a model with {name} holds a state whose size is not known here; give the engine's log (--engine-log)"
-            )
     return ["full"] * layers
 
 
@@ -335,16 +395,32 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """One tier. `needed_bytes` keeps every new token for `window_s`; `capacity_bytes` is what the operator named."""
+    """One tier. `needed_bytes` keeps every new token for `window_s`; `capacity_bytes` is what the operator named.
+
+    `wins_between`: between the two bounds of the break-even a load wins too, where a step of the engine has just begun.
+    """
 
     name: str
     link: TransferModel
     link_is_measured: bool
     break_even: BreakEven
+    wins_between: bool
     lengths: tuple[Length, ...]
     window_s: float
     needed_bytes: float
     capacity_bytes: int | None
+
+    @property
+    def pays_from_tokens(self) -> int | None:
+        """The least whole length from which on every load is quicker; 0: always, None: there is none."""
+        bound = self.break_even.wins_from_tokens
+        return None if math.isinf(bound) else math.floor(bound) + 1 if bound >= 1 else 0
+
+    @property
+    def pays_below_tokens(self) -> int:
+        """Every whole length below it is quicker to load too; 0: none."""
+        below = math.ceil(self.break_even.wins_below_tokens)
+        return below if below > 1 else 0
 
     def tokens(self, kv_bytes_per_token: float) -> int | None:
         return None if self.capacity_bytes is None else int(self.capacity_bytes / kv_bytes_per_token)
@@ -352,7 +428,8 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every `..._per_s` is the engine's: all its ranks together."""
+    """Every `..._per_s` is the engine's: all its ranks together. Sizes, the tokens they hold and the wear are of KV by
+    the token, without the layout's `prompt_bytes`."""
 
     layout: Layout
     tp_size: int
@@ -374,13 +451,14 @@ class Plan:
         return costmodel.drive_writes_per_day(self.write_bytes_per_s, self.drive_bytes)
 
     def document(self) -> dict[str, object]:
-        """For `--json`. A break-even of null: a load never wins from any length on."""
+        """For `--json`. A break-even of null: a load never wins from any length on; of 0: from every one."""
         layout = self.layout
         return {
             "kv_bytes_per_token": _number(layout.kv_bytes_per_token),
             "kv_bytes_per_token_on_rank": _number(layout.kv_bytes_per_token_on_rank),
             "state_slot_bytes_on_rank": layout.state_slot_bytes_on_rank,
             "state_bytes_on_rank": layout.state_bytes_on_rank,
+            "prompt_bytes_not_counted": layout.prompt_bytes(self.tp_size),
             "tp_size": self.tp_size,
             "layout": layout.note,
             "prefill_source": self.prefill.source,
@@ -427,7 +505,7 @@ def make_plan(
     fs_bytes: int | None = None,
     drive_bytes: float = DRIVE_BYTES,
 ) -> Plan:
-    """`link_gpu`: whose link to host memory is assumed (that of `gpu`, where it is known).
+    """`link_gpu`: whose link to host memory is assumed (that of `gpu`, where it is known; else nobody measured it).
 
     `tokens_per_s`: prompt tokens a second, as measured; None: as fast as it can prefill prompts of 8,192 tokens, the
     most there can be. `new_share`: of them that no cache holds.
@@ -437,10 +515,11 @@ def make_plan(
     rate = tokens_per_s if tokens_per_s is not None else 8192 / costmodel.recompute_s(model, 0, 8192)
     bytes_per_s = rate * new_share * layout.kv_bytes_per_token
     link = link_gpu.link
+    measured = gpu is not None and link.measured
     both = from_disk(layout, disk, link.expected, chunk_tokens)
     tiers = (
-        _tier("cpu", link.expected, model, layout, CPU_WINDOW_S, bytes_per_s, cpu_bytes, measured=link.measured),
-        _tier("fs", both, model, layout, FS_WINDOW_S, bytes_per_s, fs_bytes, measured=link.measured),
+        _tier("cpu", link.expected, model, layout.on_rank, CPU_WINDOW_S, bytes_per_s, cpu_bytes, measured=measured),
+        _tier("fs", both, model, layout.from_disk(tp_size), FS_WINDOW_S, bytes_per_s, fs_bytes, measured=measured),
     )
     return Plan(layout, tp_size, gpu, prefill, tiers, rate, tokens_per_s is not None, new_share, drive_bytes)
 
@@ -467,14 +546,13 @@ def _tier(
     name: str,
     link: TransferModel,
     model: RecomputeModel,
-    layout: Layout,
+    kv: KVSize,
     window_s: float,
     bytes_per_s: float,
     capacity_bytes: int | None,
     *,
     measured: bool,
 ) -> TierPlan:
-    kv = layout.on_rank
     lengths = tuple(
         Length(
             tokens,
@@ -484,8 +562,43 @@ def _tier(
         )
         for tokens in LENGTHS
     )
-    break_even = costmodel.break_even(model, link, kv)
-    return TierPlan(name, link, measured, break_even, lengths, window_s, bytes_per_s * window_s, capacity_bytes)
+    even = break_even(model, link, kv)
+    between = _wins_between(model, link, kv, even)
+    return TierPlan(name, link, measured, even, between, lengths, window_s, bytes_per_s * window_s, capacity_bytes)
+
+
+def break_even(model: RecomputeModel, link: TransferModel, kv: KVSize) -> BreakEven:
+    """As `costmodel.break_even`, but of as many steps of the engine as a prompt takes.
+
+    Below the one bound and above the other every load wins; between them the ends of the steps lose.
+    """
+    if model.step_tokens is None:
+        return costmodel.break_even(model, link, kv)
+    size = model.step_tokens
+    # A recompute time that rises evenly by what the steps cost is the true one at every step's end, and less elsewhere:
+    # nothing loses beyond its break-even, and every step's end before that does. The last to lose is thus in the step
+    # that its break-even is in, or the end of the one before.
+    evenly = replace(model, step_s=0.0, token_s=model.token_s + model.step_s / size)
+    bound = costmodel.break_even(evenly, link, kv).wins_from_tokens
+    below = costmodel.break_even(model, link, kv).wins_below_tokens
+    if bound == 0 or math.isinf(bound):
+        return BreakEven(0.0 if bound == 0 else below, bound)
+    steps = math.ceil(bound / size)
+    last = costmodel.break_even(replace(model, step_s=model.step_s * steps), link, kv)
+    last_begins, last_losing = (steps - 1) * size, min(last.wins_from_tokens, steps * size)
+    found = float(last_losing if max(last.wins_below_tokens, last_begins) < last_losing else last_begins)
+    return BreakEven(below if found > 0 else 0.0, found)
+
+
+def _wins_between(model: RecomputeModel, link: TransferModel, kv: KVSize, even: BreakEven) -> bool:
+    size = model.step_tokens
+    if size is None or even.wins_from_tokens <= size:
+        return False
+    # What a step's first token gains is largest in the first or in the last of them.
+    starts = [size + 1]
+    if math.isfinite(even.wins_from_tokens):
+        starts.append((math.ceil(even.wins_from_tokens / size) - 1) * size + 1)
+    return any(costmodel.transfer_s(link, kv.of(start)) < costmodel.recompute_s(model, 0, start) for start in starts)
 
 
 def gpu_memory(gpu: Gpu) -> tuple[float, float] | None:
@@ -509,8 +622,9 @@ def _gpu_document(gpu: Gpu) -> dict[str, object]:
 
 def _tier_document(tier: TierPlan) -> dict[str, object]:
     return {
-        "tokens": _finite(tier.break_even.wins_from_tokens),
-        "below_tokens": tier.break_even.wins_below_tokens,
+        "tokens": tier.pays_from_tokens,
+        "below_tokens": tier.pays_below_tokens,
+        "between_at_step_starts": tier.wins_between,
         "link_bytes_per_s": tier.link.bytes_per_s,
         "link_overhead_s": tier.link.overhead_s,
         "link_is_measured": tier.link_is_measured,

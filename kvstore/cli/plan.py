@@ -81,13 +81,16 @@ def _plan(
         log = replace(log, tp_size=tp)
     tp_size = tp or (log.tp_size if log is not None else 1)
     layout: planning.Layout | None = None
+    geometry = profiles.geometry_of(log.model) if log is not None and log.model else None
     if config is not None:
+        fields = read_config(config)
         dtype = kv_dtype or (log.kv_dtype if log is not None and log.kv_dtype in planning.KV_DTYPES else "auto")
-        layout = planning.layout_from_config(
-            read_config(config), kv_dtype=dtype, tp_size=tp_size, state_slots=state_slots
-        )
+        if log is not None and planning.unknown_layers(fields) is not None:
+            geometry = planning.geometry_from_config(fields)  # what the layers hold is in the log
+        else:
+            layout = planning.layout_from_config(fields, kv_dtype=dtype, tp_size=tp_size, state_slots=state_slots)
     if log is not None:
-        layout = planning.layout_from_log(log, layout, profiles.geometry_of(log.model) if log.model else None)
+        layout = planning.layout_from_log(log, layout, geometry)
     assert layout is not None, "neither a configuration nor a log"
     if layout.geometry is None:
         model = log.model if log is not None else None
@@ -156,7 +159,7 @@ def _print_tables(found: planning.Plan, console: Console) -> None:
     for line in lines:
         console.print(line, highlight=False)
     for tier in found.tiers:
-        print_table(_length_table(tier))
+        print_table(_length_table(tier, gpu_is_known=found.gpu is not None))
     sizes = Table("tier", "size", "holds tokens", "to keep what comes back", "for", title="sizes")
     for tier in found.tiers:
         tokens = tier.tokens(layout.kv_bytes_per_token)
@@ -168,6 +171,12 @@ def _print_tables(found: planning.Plan, console: Console) -> None:
             f"{tier.window_s:.0f} s",
         )
     print_table(sizes)
+    if (beside := layout.prompt_bytes(found.tp_size)) > 0:
+        console.print(
+            f"Not counted in sizes, tokens and drive writes: {decimal(beside)} of states and windows for each prompt "
+            "kept.",
+            highlight=False,
+        )
     rate = "as given" if found.tokens_per_s_is_measured else "the most that can be prefilled"
     console.print(
         f"{found.tokens_per_s:,.0f} prompt tokens/s ({rate}), {found.new_share:.0%} of them new: at most "
@@ -177,16 +186,16 @@ def _print_tables(found: planning.Plan, console: Console) -> None:
     )
 
 
-def _length_table(tier: planning.TierPlan) -> Table:
-    even = tier.break_even
-    pays = "never pays by itself"
-    if even.wins_from_tokens == 0:
-        pays = "always pays"
-    elif even.wins_from_tokens < float("inf"):
-        pays = f"pays from {even.wins_from_tokens:,.0f} tokens on"
-    if even.wins_below_tokens > 0:
-        pays += f" and below {even.wins_below_tokens:,.0f}"
-    measured = "" if tier.link_is_measured else " (not measured on this link)"
+def _length_table(tier: planning.TierPlan, *, gpu_is_known: bool) -> Table:
+    pays_from, pays_below = tier.pays_from_tokens, tier.pays_below_tokens
+    where = [] if pays_from is None else [f"from {pays_from:,} tokens on"]
+    if pays_below > 0:
+        where.append(f"below {pays_below:,}")
+    pays = "always pays" if pays_from == 0 else f"pays {' and '.join(where)}" if where else "never pays by itself"
+    if tier.wins_between:
+        pays += ", else only where a step has just begun"
+    assumed = "not measured on this link" if gpu_is_known else "an assumption: no profile of this GPU"
+    measured = "" if tier.link_is_measured else f" ({assumed})"
     title = f"{tier.name}: a load {pays}, at {tier.link.bytes_per_s / 1e9:.1f} GB/s{measured}"
     table = Table("prefix tokens", "recompute ms", "load ms", "GB/s to break even", "quicker", title=title)
     for length in tier.lengths:

@@ -1,13 +1,16 @@
 """Sizes that a planner must get right, from configurations and from logs, and what the command prints."""
 
+import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from typer.testing import CliRunner
 
-from kvstore import plan, profiles
+from kvstore import costmodel, plan, profiles
 from kvstore.cli import app
 from kvstore.errors import ConfigurationError
 from tests.unit.reference import reference_rows
@@ -32,7 +35,7 @@ GLM_52 = {
     **DEEPSEEK_V32, "num_hidden_layers": 78, "hidden_size": 6144,
     "index_topk_freq": 4, "index_skip_topk_offset": 3,
 }  # fmt: skip
-KIMI_K3 = {
+KIMI_K3: dict[str, object] = {
     "text_config": {
         "num_hidden_layers": 93, "hidden_size": 7168, "num_attention_heads": 96, "kv_lora_rank": 512,
         "qk_rope_head_dim": 64, "dtype": "bfloat16",
@@ -143,6 +146,15 @@ def test_heads_fewer_than_ranks_are_held_more_than_once() -> None:
         ({**LLAMA_8B, "num_hidden_layers": 10**30}, "auto", "num_hidden_layers"),
         ({**LLAMA_8B, "layer_types": ["mamba"] * 32}, "auto", "mamba"),
         ({**LLAMA_8B, "mamba_d_state": 128}, "auto", "--engine-log"),
+        ({**LLAMA_8B, "mamba_d_state": 128, "sliding_window": 1024}, "auto", "--engine-log"),
+        ({**LLAMA_8B, "attn_type_list": [0] * 28 + [1] * 4}, "auto", "attn_type_list.*--engine-log"),
+        ({**LLAMA_8B, "layer_types": ["full_attention"] * 31}, "auto", "31 of 32 layers.*--engine-log"),
+        ({**LLAMA_8B, "layer_types": ["chunked_attention"] * 32}, "auto", "chunked_attention.*--engine-log"),
+        ({"text_config": {**LLAMA_8B, "attention_chunk_size": 8192}}, "auto", "chunked.*--engine-log"),
+        ({"text_config": {**LLAMA_8B, "model_type": "llama4_text"}}, "auto", "chunked.*--engine-log"),
+        ({**LLAMA_8B, "full_attn_idxs": [2, 5]}, "auto", "full_attn_idxs.*--engine-log"),
+        ({**LLAMA_8B, "num_kv_shared_layers": 20}, "auto", "num_kv_shared_layers.*--engine-log"),
+        ({**LLAMA_8B, "linear_attn_config": {"kda_layers": [1] * 33}}, "auto", "33 of 32 layers.*--engine-log"),
         (LLAMA_8B, "fp8_ds_mla", "MLA"),
         (LLAMA_8B, "int3", "int3"),
     ],
@@ -150,6 +162,22 @@ def test_heads_fewer_than_ranks_are_held_more_than_once() -> None:
 def test_what_is_not_known_is_refused_with_what_to_do(config: dict[str, object], kv_dtype: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         plan.layout_from_config(config, kv_dtype=kv_dtype)
+
+
+def test_layers_beyond_the_models_own_are_not_counted() -> None:
+    config = {**GPT_OSS, "layer_types": ["sliding_attention", "full_attention"] * 18 + ["full_attention"] * 3}
+    assert plan.layout_from_config(config) == plan.layout_from_config(GPT_OSS)
+
+
+def test_a_list_of_full_attention_only_is_a_model_like_any_other() -> None:
+    assert plan.layout_from_config({**LLAMA_8B, "attn_type_list": [1] * 32}) == plan.layout_from_config(LLAMA_8B)
+
+
+@pytest.mark.parametrize("name", ["num_kv_heads", "num_attention_groups"])
+def test_kv_heads_go_by_several_names(name: str) -> None:
+    config = {key: value for key, value in LLAMA_8B.items() if key != "num_key_value_heads"}
+    assert plan.layout_from_config({**config, name: 8}) == plan.layout_from_config(LLAMA_8B)
+    assert plan.layout_from_config({**config, name: 32, "multi_query": True}).kv_bytes_per_token == 131_072 / 8
 
 
 LOG = """\
@@ -251,7 +279,7 @@ def made(config: dict[str, object], *, gpu_name: str = "H100", tp_size: int = 1,
     return plan.make_plan(layout, prefill, gpu, gpu, profiles.find_disk(), tp_size=tp_size, **options)  # type: ignore[arg-type]
 
 
-def test_break_even_agrees_with_the_table_beside_it() -> None:
+def test_break_even_without_steps_agrees_with_the_table_beside_it() -> None:
     found = made(LLAMA_8B)
     for tier in found.tiers:
         assert [tier.break_even.wins(length.tokens) for length in tier.lengths] == [
@@ -261,6 +289,72 @@ def test_break_even_agrees_with_the_table_beside_it() -> None:
     assert cpu.break_even.wins_from_tokens < fs.break_even.wins_from_tokens
 
 
+@pytest.mark.parametrize("step_tokens", [None, 2048, 3000, 8192])
+@pytest.mark.parametrize("tp_size", [1, 8])
+def test_break_even_agrees_with_the_table_beside_it(tp_size: int, step_tokens: int | None) -> None:
+    models: list[dict[str, object]] = [
+        LLAMA_8B, LLAMA_70B, QWEN3_235B, DEEPSEEK_V3, DEEPSEEK_V32, GLM_52, KIMI_K3, GPT_OSS, QWEN35_397B,
+    ]  # fmt: skip
+    for config, gpu_name in itertools.product(models, profiles.gpu_names()):
+        found = made(config, gpu_name=gpu_name, tp_size=tp_size, step_tokens=step_tokens)
+        model = found.prefill.recompute_model(step_tokens=step_tokens)
+        for tier in found.tiers:
+            which = f"{found.layout.note} on {gpu_name}, {tier.name}"
+            pays_from = math.inf if tier.pays_from_tokens is None else tier.pays_from_tokens
+            for length in tier.lengths:
+                if length.tokens >= pays_from or length.tokens < tier.pays_below_tokens:
+                    assert length.loads, (which, length)
+                else:
+                    assert not length.loads or tier.wins_between, (which, length)
+            for tokens, loads in ((pays_from, True), (pays_from - 1, False)):
+                if 0 < tokens < math.inf:
+                    kv = found.layout.on_rank if tier.name == "cpu" else found.layout.from_disk(tp_size)
+                    load_s = costmodel.transfer_s(tier.link, kv.of(int(tokens)))
+                    assert (load_s < costmodel.recompute_s(model, 0, int(tokens))) == loads, (which, tokens)
+
+
+def test_a_break_even_over_steps_is_the_least_length_from_which_on_all_win() -> None:
+    random = Random(7)
+    lengths = range(1, 2001)
+    seen = set()
+    for _ in range(300):
+        model = costmodel.RecomputeModel(
+            random.uniform(0, 2e-3), random.uniform(0, 2e-6), random.choice([0.0, 1e-10, 1e-9, 1e-8]), 1.0,
+            random.choice([16, 100, 256, 1000]),
+        )  # fmt: skip
+        link = costmodel.TransferModel(random.uniform(1e8, 2e9), random.choice([0.0, 1e-4, 1e-3]))
+        kv = costmodel.KVSize(1000.0, random.choice([0, 10**6]))
+        wins = [costmodel.transfer_s(link, kv.of(n)) < costmodel.recompute_s(model, 0, n) for n in lengths]
+        found = plan.break_even(model, link, kv)
+        losing = [n for n, won in zip(lengths, wins, strict=True) if not won]
+        if not losing:
+            assert found.wins_from_tokens < 1 or found.wins_below_tokens >= lengths[-1], (model, link, kv)
+            continue
+        assert math.ceil(found.wins_below_tokens) == losing[0] or (found.wins_below_tokens, losing[0]) == (0.0, 1)
+        if losing[-1] < lengths[-1] - 1000:  # else a later step may lose again, beyond what was looked at
+            assert math.floor(found.wins_from_tokens) == losing[-1], (model, link, kv)
+            seen.add(losing[-1] % (model.step_tokens or 1) == 0)
+        else:
+            assert found.wins_from_tokens >= losing[-1], (model, link, kv)
+    assert seen == {True, False}, "both at a step's end and inside one"
+
+
+def test_the_title_over_steps_says_what_the_table_does(tmp_path: Path) -> None:
+    config, log = tmp_path / "config.json", tmp_path / "engine.log"
+    config.write_text(json.dumps(GPT_OSS))
+    of_8_ranks = LOG.replace("tensor_parallel_size=2", "tensor_parallel_size=8").replace("901,120", "12,815,929")
+    log.write_text(of_8_ranks.replace("max_num_batched_tokens=8192", "max_num_batched_tokens=2048"))
+    arguments = ("--config", config, "--engine-log", log, "--gpu", "b300")
+    code, output = run(*arguments, "--json")
+    assert code == 0
+    for tier in json.loads(output)["break_even"].values():
+        loads = {row["tokens"]: row["loads"] for row in tier["lengths"]}
+        assert loads[131_072]
+        assert all(loaded for tokens, loaded in loads.items() if tokens >= tier["tokens"])
+        said = f"pays from {tier['tokens']:,} tokens on" if tier["tokens"] > 0 else "always pays"
+        assert said in " ".join(run(*arguments)[1].split())
+
+
 def test_a_disk_serves_all_ranks_and_a_link_one() -> None:
     one, four = made(LLAMA_70B, tp_size=1), made(LLAMA_70B, tp_size=4)
     assert four.tiers[0].lengths[0].load_s < one.tiers[0].lengths[0].load_s
@@ -268,6 +362,33 @@ def test_a_disk_serves_all_ranks_and_a_link_one() -> None:
     disk_s = 131_072 * 327_680 / 11.6e9
     assert four.tiers[1].lengths[-1].load_s == pytest.approx(disk_s, rel=0.02)
     assert one.tiers[1].lengths[-1].load_s == pytest.approx(disk_s, rel=0.02)
+
+
+def test_no_length_is_below_one_token() -> None:
+    tier = made(LLAMA_8B).tiers[0]
+    less_than_one = replace(tier, break_even=costmodel.BreakEven(0.4, 0.6))
+    assert (less_than_one.pays_below_tokens, less_than_one.pays_from_tokens) == (0, 0)
+    one_loses = replace(tier, break_even=costmodel.BreakEven(0.4, 1.0))
+    assert (one_loses.pays_below_tokens, one_loses.pays_from_tokens) == (0, 2)
+
+
+def test_a_disk_delivers_the_states_of_all_ranks() -> None:
+    found = made(KIMI_K3, tp_size=8)
+    states = 8 * found.layout.state_slot_bytes_on_rank
+    assert found.layout.prompt_bytes(8) == states == pytest.approx(232e6, rel=0.01)
+    cpu, fs = found.tiers
+    disk_s = (1024 * 27_648 + states) / profiles.find_disk().read.bytes_per_s
+    assert fs.lengths[0].load_s == pytest.approx(fs.link.overhead_s + disk_s)
+    link_s = (1024 * 27_648 + states / 8) / cpu.link.bytes_per_s
+    assert cpu.lengths[0].load_s == pytest.approx(cpu.link.overhead_s + link_s)
+
+
+def test_windows_kept_for_a_prompt_are_stored_once_whatever_the_ranks_hold() -> None:
+    one = plan.layout_from_config(GPT_OSS).prompt_bytes(1)
+    assert one == 4_718_592
+    assert plan.layout_from_config(GPT_OSS, tp_size=8).prompt_bytes(8) == one
+    assert plan.layout_from_config(GPT_OSS, tp_size=16).prompt_bytes(16) == one
+    assert plan.layout_from_config(LLAMA_8B).prompt_bytes(1) == 0
 
 
 def test_writing_every_new_chunk_wears_a_drive() -> None:
@@ -320,6 +441,29 @@ def test_the_table_says_from_where_on_a_load_pays(config_file: Path) -> None:
     assert "drive writes a day" in output
 
 
+@pytest.mark.parametrize(
+    ("gpu", "measured", "said"),
+    [
+        ("H100", True, None),
+        ("B300", False, "not measured on this link"),
+        ("NVIDIA A100-SXM4-80GB", False, "assumption"),
+    ],
+)
+def test_a_rate_that_nobody_measured_says_so(gpu: str, measured: bool, said: str | None, config_file: Path) -> None:
+    document = json.loads(run("--config", config_file, "--gpu", gpu, "--json")[1])
+    assert [tier["link_is_measured"] for tier in document["break_even"].values()] == [measured] * 2
+    output = " ".join(run("--config", config_file, "--gpu", gpu)[1].split())
+    for sentence in ("not measured on this link", "assumption"):
+        assert output.count(sentence) == (2 if sentence == said else 0)
+
+
+def test_what_is_kept_for_each_prompt_is_said_where_it_is_not_counted(config_file: Path) -> None:
+    assert "Not counted" not in run("--config", config_file)[1]
+    config_file.write_text(json.dumps(KIMI_K3))
+    said = " ".join(run("--config", config_file, "--tp", "8", "--kv-dtype", "fp8")[1].split())
+    assert "drive writes: 232.3 MB of states and windows for each prompt kept" in said
+
+
 def test_a_log_alone_is_enough_for_a_known_model(tmp_path: Path) -> None:
     path = tmp_path / "engine.log"
     path.write_text(LOG)
@@ -328,6 +472,15 @@ def test_a_log_alone_is_enough_for_a_known_model(tmp_path: Path) -> None:
     document = json.loads(output)
     assert document["kv_bytes_per_token"] == 131_072
     assert document["tp_size"] == 2
+
+
+def test_a_log_answers_for_layers_that_the_configuration_leaves_open(tmp_path: Path) -> None:
+    config, log = tmp_path / "config.json", tmp_path / "engine.log"
+    config.write_text(json.dumps({**LLAMA_8B, "attn_type_list": [0] * 28 + [1] * 4}))
+    log.write_text(LOG.replace("Llama-3.1-8B-Instruct", "own-model"))
+    code, output = run("--config", config, "--engine-log", log, "--json")
+    assert code == 0
+    assert json.loads(output)["kv_bytes_per_token"] == 131_072
 
 
 def test_of_a_log_that_does_not_say_the_tensor_parallel_size_it_is_the_one_given(tmp_path: Path) -> None:
