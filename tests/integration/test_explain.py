@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstore.cli import app
-from kvstore.client import Rejected, RejectReason, StoreClient
+from kvstore.client import Rejected, RejectReason, StoreClient, Stored
 from kvstore.costmodel import Alternative
 from kvstore.decisions import Decision, Room
 from kvstore.errors import LimitExceeded
@@ -195,6 +195,31 @@ def test_what_made_room_for_reads_from_disk_is_told_too(tmp_path: Path) -> None:
         told = re.findall(r"make room for (what client-1 had read from disk|client-1), namespace", fate["events"][1])
         assert told == ["client-1", "what client-1 had read from disk"]
         assert "an operator removed chunks from every tier" in fate["events"][1]  # on disk it still was
+
+
+def test_what_was_dropped_on_its_way_to_disk_is_told_and_not_that_an_operator_removed_it_later(tmp_path: Path) -> None:
+    chunk_bytes, keys = 256 << 10, [key(number) for number in range(40)]
+    flags = ["--fs-dir", str(tmp_path / "fs"), "--fs-bytes", "16MiB"]
+    with (
+        running_daemon(arguments=flags, cpu_bytes="4MiB", verify=False) as daemon,
+        client_of(daemon, chunk_bytes=chunk_bytes) as client,
+    ):
+        for each in keys:
+            assert client.put(None, {each: bytes(chunk_bytes)}) == {each: Stored()}
+
+        def is_settled() -> bool:
+            fs = daemon.tier("fs")
+            return fs["chunks"] + fs["dropped_stores"] == len(keys)
+
+        eventually(is_settled, "each is on disk, or will not be")
+        evicted = daemon.tier()["evictions"]
+        kvstore(daemon, "evict", "--tier", "cpu", "--bytes", "1MiB")
+        fates = [explain(daemon, each.hex())["keys"][0]["events"] for each in keys]
+        dropped = [events for events in fates if "it had left memory before its turn" in str(events)]
+        assert len(dropped) == daemon.tier("fs")["dropped_stores"]
+        assert all("in no tier now: evicted from memory" in str(events) for events in dropped)
+        assert not any("an operator" in str(events) for events in dropped)
+        assert sum("evicted from memory" in str(events) for events in fates) == evicted
 
 
 def test_what_is_not_known_is_an_error_that_says_why(daemon: Daemon) -> None:
