@@ -164,7 +164,8 @@ class _Removal:
     at_ms: int
     scope: Scope
     what: str
-    from_disk: bool  # too, or only
+    from_memory: bool
+    from_disk: bool
 
 
 @dataclass(slots=True)
@@ -318,10 +319,12 @@ class Explanations:
         else:
             self._evictions.append(_Evictions(group, now_ms, now_ms, chunks))
 
-    def removed(self, scope: Scope, what: str, now_ms: int, *, from_disk: bool = False) -> None:
-        """An operator has `what` of the scope removed, from now on; `from_disk`: not only from memory."""
+    def removed(
+        self, scope: Scope, what: str, now_ms: int, *, from_memory: bool = True, from_disk: bool = False
+    ) -> None:
+        """An operator has `what` of the scope removed, from now on."""
         order, evictions = next(self._order), self._evictions_told()
-        self._removals.append(_Removal(order, evictions, now_ms, scope, what, from_disk))
+        self._removals.append(_Removal(order, evictions, now_ms, scope, what, from_memory, from_disk))
 
     def unwritten(self, chunk: ChunkId, outcome: WriteOutcome | None, now_ms: int) -> None:
         """A chunk should have been written to disk and was not. None: it had left memory before its turn."""
@@ -517,11 +520,13 @@ class Explanations:
             if not removal.scope.covers(chunk):
                 continue
             # Out of memory it can only have been on disk, or have been read from there before it went from there too.
+            # Out of the disk it can have been written there again from memory.
             had_left_memory = bool(from_memory) and from_memory[-1] <= removal.evictions
             had_left_disk = bool(from_disk) and from_disk[-1] <= removal.evictions
-            if had_left_memory and (had_left_disk or never_on_disk or not (removal.from_disk or from_disk)):
-                continue
-            yield removal
+            may_be_in_memory = not had_left_memory or (bool(from_disk) and not had_left_disk)
+            may_be_on_disk = not never_on_disk and not (had_left_memory and had_left_disk)
+            if (removal.from_memory and may_be_in_memory) or (removal.from_disk and may_be_on_disk):
+                yield removal
 
     def _unwritten_of(self, stored: _Event, key: bytes, until: _Event | _Kept | None) -> _Event | None:
         """The last time until then that the stored chunk was not written to disk, though it should have been."""
