@@ -8,12 +8,15 @@ All calls raise Unavailable, NotAllowed, ConfigurationError (the endpoint); thos
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 
+from kvstore.decisions import REFUSED_PREFIX_BYTES
 from kvstore.errors import ConfigurationError, NotFound
+from kvstore.limits import KEY_BYTES_MAX
 from kvstore.namespace import differing_paths
 from kvstore.rpc.status import error_of
 from kvstore.rpc.v1 import admin_pb2, admin_pb2_grpc
@@ -226,12 +229,13 @@ def collect(endpoint: str, unused_ms: int, *, dry_run: bool = False) -> list[dic
 
 def explain(endpoint: str, about: str) -> dict[str, object]:
     """What is known of a request (`about`: its id, or how it begins) and, where `about` is hex of 8 bytes or more, of a
-    key. The newest decisions, oldest first."""
+    key. The newest decisions, oldest first. A time that is no number is None."""
     with _attached(endpoint) as (stub, metadata):
         requests = stub.Explain(admin_pb2.ExplainRequest(request=about), metadata=metadata, timeout=TIMEOUT_S)
         keys = admin_pb2.ExplainReply()
-        if re.fullmatch(r"([0-9a-fA-F]{2}){8,64}", about):
-            asked = admin_pb2.ExplainRequest(key=bytes.fromhex(about))
+        digits = hex_digits(about)
+        if len(digits) % 2 == 0 and 2 * REFUSED_PREFIX_BYTES <= len(digits) <= 2 * KEY_BYTES_MAX:
+            asked = admin_pb2.ExplainRequest(key=bytes.fromhex(digits))
             keys = stub.Explain(asked, metadata=metadata, timeout=TIMEOUT_S)
     return {
         "decisions": [_decision_json(explained) for explained in requests.decisions],
@@ -244,6 +248,17 @@ def explain(endpoint: str, about: str) -> dict[str, object]:
             for fate in (*requests.keys, *keys.keys)
         ],
     }
+
+
+def hex_digits(text: str) -> str:
+    """Without the 0x before them; "" where it is something else."""
+    found = re.fullmatch(r"(?:0[xX])?([0-9a-fA-F]+)", text)
+    return found[1] if found else ""
+
+
+def _finite(seconds: float) -> float | None:
+    """An engine may send anything, and JSON has no other numbers."""
+    return seconds if math.isfinite(seconds) else None
 
 
 def _decision_json(explained: admin_pb2.Explained) -> dict[str, object]:
@@ -261,10 +276,10 @@ def _decision_json(explained: admin_pb2.Explained) -> dict[str, object]:
         "cpu_tokens": decision.cpu_tokens,
         "hit_tokens": decision.hit_tokens,
         "waiting": decision.waiting,
-        "recompute_s": decision.recompute_s,
+        "recompute_s": _finite(decision.recompute_s),
         "first_missing": decision.refused.hex() if not decision.is_store and decision.refused else None,
         "alternatives": [
-            {"tier": each.tier, "end_tokens": each.end_tokens, "seconds": each.seconds}
+            {"tier": each.tier, "end_tokens": each.end_tokens, "seconds": _finite(each.seconds)}
             for each in decision.alternatives
         ],
         "tier": decision.tier or None,
@@ -277,7 +292,7 @@ def _decision_json(explained: admin_pb2.Explained) -> dict[str, object]:
         "disk_end_tokens": decision.disk_end_tokens,
         "disk_refused_chunks": decision.disk_refused_count,
         "outcome": decision.outcome or None,
-        **{name: seconds or None for name, seconds in known.items()},
+        **{name: _finite(seconds) or None for name, seconds in known.items()},
     }
 
 

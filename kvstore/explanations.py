@@ -16,10 +16,11 @@ from kvstore._native import NOBODY
 from kvstore.decisions import REFUSED_PREFIX_BYTES
 from kvstore.limits import DECISION_BYTES_MAX
 from kvstore.rpc.v1 import admin_pb2, store_pb2
-from kvstore.tiers.base import ChunkId, Scope
+from kvstore.tiers.base import ChunkId, Scope, WriteOutcome
 
 DECISIONS_KEPT = 4_096
 KEYS_KEPT = 65_536  # stored, and refused, each
+UNWRITTEN_KEPT = 4_096
 EVICTIONS_KEPT = 4_096
 EVICTIONS_LOOKED_AT_MAX = 64  # of keys that begin alike, or one that comes and goes, the newest
 EVICTORS_KEPT = 4_096
@@ -42,6 +43,12 @@ _NEEDED = (  # by the native index's number of the cause
     " (in the table, which was full)",
     " (within its tenant's quota)",
 )
+_HAD_GONE = "it had left memory before its turn"
+_UNWRITTEN = {
+    WriteOutcome.FULL: "the fs tier had no room for it, or too many writes waited",
+    WriteOutcome.SICK: "the fs tier is sick",
+    WriteOutcome.LATE: "the write took too long",
+}
 _STORED_LONG_AGO = "when it was stored is no longer known"
 _BEGINS_SO = "a key that begins so: "
 
@@ -106,9 +113,10 @@ class _Event:
 
 
 class _Log:
-    """Events, oldest first, and by how the keys begin; as many as concern KEYS_KEPT keys."""
+    """Events, oldest first, and by how the keys begin; as many as concern `keys_max` keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys_max: int) -> None:
+        self._keys_max = keys_max
         self.events: deque[_Event] = deque()
         self.by_start: dict[bytes, list[_Event]] = {}  # nearly all of one event: a deque would take seven times as much
         self._keys = 0
@@ -118,7 +126,7 @@ class _Log:
         self._keys += len(event.keys)
         for start in _starts(event.keys):
             self.by_start.setdefault(start, []).append(event)
-        while self._keys > KEYS_KEPT:
+        while self._keys > self._keys_max:
             oldest = self.events.popleft()
             self._keys -= len(oldest.keys)
             for start in _starts(oldest.keys):
@@ -147,6 +155,19 @@ class _Evicted:
     told: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Removal:
+    """What an operator had removed, from when it began."""
+
+    order: int  # among the events of keys
+    evictions: int  # that there had been
+    at_ms: int
+    scope: Scope
+    what: str
+    from_memory: bool
+    from_disk: bool
+
+
 @dataclass(slots=True)
 class _Evictions:
     """What room for one group cost others, in one second."""
@@ -166,11 +187,12 @@ class Explanations:
     _evictor_names: dict[int, tuple[str, bytes]] = field(default_factory=dict)
     _evictor_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(NOBODY + 1))
     _kept: OrderedDict[tuple[str, int], _Kept] = field(default_factory=OrderedDict)
-    _stored: _Log = field(default_factory=_Log)
-    _refused: _Log = field(default_factory=_Log)
+    _stored: _Log = field(default_factory=lambda: _Log(KEYS_KEPT))
+    _refused: _Log = field(default_factory=lambda: _Log(KEYS_KEPT))
+    _unwritten: _Log = field(default_factory=lambda: _Log(UNWRITTEN_KEPT))
     _order: Iterator[int] = field(default_factory=itertools.count)
     _evictions: deque[_Evictions] = field(default_factory=lambda: deque(maxlen=EVICTIONS_KEPT))
-    _removals: deque[tuple[int, Scope, str]] = field(default_factory=lambda: deque(maxlen=REMOVALS_KEPT))
+    _removals: deque[_Removal] = field(default_factory=lambda: deque(maxlen=REMOVALS_KEPT))
     _counts: dict[tuple[str, str], _Count] = field(default_factory=dict)
     _balances: dict[str, _Balance] = field(default_factory=dict)
 
@@ -297,9 +319,21 @@ class Explanations:
         else:
             self._evictions.append(_Evictions(group, now_ms, now_ms, chunks))
 
-    def removed(self, scope: Scope, what: str, now_ms: int) -> None:
-        """An operator removed `what` of the scope."""
-        self._removals.append((now_ms, scope, what))
+    def removed(
+        self, scope: Scope, what: str, now_ms: int, *, from_memory: bool = True, from_disk: bool = False
+    ) -> None:
+        """An operator has `what` of the scope removed, from now on."""
+        order, evictions = next(self._order), self._evictions_told()
+        self._removals.append(_Removal(order, evictions, now_ms, scope, what, from_memory, from_disk))
+
+    def unwritten(self, chunk: ChunkId, outcome: WriteOutcome | None, now_ms: int) -> None:
+        """A chunk should have been written to disk and was not. None: it had left memory before its turn."""
+        reason = _HAD_GONE if outcome is None else _UNWRITTEN.get(outcome, "")
+        if reason:
+            order, evictions = next(self._order), self._evictions_told()
+            self._unwritten.add(
+                _Event(order, evictions, now_ms, chunk.namespace, chunk.tenant, [chunk.key], "", reason)
+            )
 
     # -- asked: every `next` is one slice of work, see kvstore/operations.py ------------------------------------------
 
@@ -349,8 +383,8 @@ class Explanations:
         if own:
             last, full = max(own, key=lambda found: found[0].order)
             evicted = [] if last.reason else self._evicted(full, now_ms, last.namespace, last.tenant)
-            gone = [] if last.reason else [self._causes(last, full, evicted, kept.evictions, kept.at_ms, now_ms)]
-            return [*_told(last, now_ms), *gone, *sick]
+            gone = [] if last.reason else [self._causes(last, full, evicted, kept, now_ms)]
+            return [*_told(last, now_ms), *self._unwritten_told(last, full, kept, now_ms), *gone, *sick]
         evicted = [eviction for eviction in self._evicted(key, now_ms) if eviction.number <= kept.evictions]
         if went := [f"{_BEGINS_SO}{each.told}" for each in evicted if each.namespace == kept.namespace]:
             return [*went[-EVENTS_MAX:], _STORED_LONG_AGO, *sick]
@@ -438,39 +472,75 @@ class Explanations:
         evicted = self._evicted(key, now_ms, history[0].namespace, history[0].tenant)
         told: list[str] = []
         for event, later in itertools.zip_longest(newest, newest[1:]):
-            told += _told(event, now_ms)
+            told += [*_told(event, now_ms), *self._unwritten_told(event, key, later, now_ms)]
             if later is None and tier:
                 told += [each.told for each in _went(event, evicted, self._evictions_told())]
                 told.append(f"in the {tier} tier now")
             elif event.reason:
                 continue
             elif later is None:
-                causes = self._causes(event, key, evicted, self._evictions_told(), now_ms, now_ms)
-                told.append(f"in no tier now: {causes}")
+                told.append(f"in no tier now: {self._causes(event, key, evicted, None, now_ms)}")
             else:
-                causes = self._causes(event, key, evicted, later.evictions, later.at_ms, now_ms)
+                causes = self._causes(event, key, evicted, later, now_ms)
                 told.append(f"not in memory {_ago(later.at_ms, now_ms)}: {causes}")
         return told
 
     def _causes(
-        self, stored: _Event, key: bytes, evicted: Sequence[_Evicted], until: int, until_ms: int, now_ms: int
+        self, stored: _Event, key: bytes, evicted: Sequence[_Evicted], until: _Event | _Kept | None, now_ms: int
     ) -> str:
-        """Why the chunk went, or may have gone, until then (`until`: the eviction of that number). `evicted`: all that
-        is known of its evictions."""
-        went = _went(stored, evicted, until)
+        """Why the chunk went, or may have gone, until that happened (None: until now). `evicted`: all that is known of
+        its evictions."""
+        went = _went(stored, evicted, self._evictions_told() if until is None else until.evictions)
         causes = [each.told for each in went]
-        if {each.from_disk for each in went} == {True, False}:
-            until_ms = min(until_ms, went[-1].at_ms)  # it was nowhere then, so nobody removed it later
+        until_ms = now_ms if until is None else until.at_ms
         is_remembered = self.log is not None and self.log.evictions_told - EXACT_EVICTIONS_KEPT <= stored.evictions
         if not causes and not is_remembered:
             causes = self._who_needed_room(stored, until_ms, now_ms)
-        chunk = ChunkId(stored.namespace, stored.tenant, key)
         causes += [
-            f"an operator removed {what} {_ago(at_ms, now_ms)}"
-            for at_ms, scope, what in self._removals
-            if stored.at_ms <= at_ms <= until_ms and scope.covers(chunk)
+            f"an operator removed {removal.what} {_ago(removal.at_ms, now_ms)}"
+            for removal in self._removals_of(stored, key, went, until)
         ]
         return "; ".join(causes) or "nothing is known to have been evicted or removed since it was stored"
+
+    def _removals_of(
+        self, stored: _Event, key: bytes, went: Sequence[_Evicted], until: _Event | _Kept | None
+    ) -> Iterator[_Removal]:
+        """Those that began while the chunk was where they removed chunks, or may have been."""
+        chunk = ChunkId(stored.namespace, stored.tenant, key)
+        from_memory = [each.number for each in went if not each.from_disk]
+        from_disk = [each.number for each in went if each.from_disk]
+        unwritten = self._unwritten_of(stored, key, until)
+        never_on_disk = unwritten is not None and unwritten.reason == _HAD_GONE
+        until_order = min(
+            [each.order for each in (until, unwritten if never_on_disk else None) if each is not None], default=None
+        )
+        for removal in self._removals:
+            if not stored.order < removal.order or (until_order is not None and until_order < removal.order):
+                continue
+            if not removal.scope.covers(chunk):
+                continue
+            # Out of memory it can only have been on disk, or have been read from there before it went from there too.
+            # Out of the disk it can have been written there again from memory.
+            had_left_memory = bool(from_memory) and from_memory[-1] <= removal.evictions
+            had_left_disk = bool(from_disk) and from_disk[-1] <= removal.evictions
+            may_be_in_memory = not had_left_memory or (bool(from_disk) and not had_left_disk)
+            may_be_on_disk = not never_on_disk and not (had_left_memory and had_left_disk)
+            if (removal.from_memory and may_be_in_memory) or (removal.from_disk and may_be_on_disk):
+                yield removal
+
+    def _unwritten_of(self, stored: _Event, key: bytes, until: _Event | _Kept | None) -> _Event | None:
+        """The last time until then that the stored chunk was not written to disk, though it should have been."""
+        for event, known in self._unwritten.of(key):
+            if event.order < stored.order:
+                return None
+            is_it = key in known and (event.namespace, event.tenant) == (stored.namespace, stored.tenant)
+            if is_it and (until is None or event.order < until.order):
+                return event
+        return None
+
+    def _unwritten_told(self, stored: _Event, key: bytes, until: _Event | _Kept | None, now_ms: int) -> list[str]:
+        event = None if stored.reason else self._unwritten_of(stored, key, until)
+        return [] if event is None else [f"not written to disk {_ago(event.at_ms, now_ms)}: {event.reason}"]
 
     def _who_needed_room(self, stored: _Event, until_ms: int, now_ms: int) -> list[str]:
         """Where the evictions themselves are no longer remembered."""

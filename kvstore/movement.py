@@ -119,6 +119,9 @@ class Movement:
         self.throttle: Throttle | None = None  # tests
         # Told when all that was begun for one `promote` has landed: group, chunks, seconds.
         self.on_read: Callable[[int, int, float], None] = lambda _group, _chunks, _seconds: None
+        # Told of a chunk that should have been written, why it was not (None: it had left memory before its turn), and
+        # when, in ms. Not with write_back: until the chunk is evicted its write may be tried again.
+        self.on_unwritten: Callable[[ChunkId, WriteOutcome | None, int], None] = lambda _chunk, _outcome, _now_ms: None
         self._idle = asyncio.Event()
         self._idle.set()
         fs.on_change = self._fs_changed
@@ -241,6 +244,7 @@ class Movement:
             return
         if chunk not in self._waiting and len(self._waiting) >= WAITING_MAX:
             self._dropped += 1
+            self._tell_unwritten(chunk, WriteOutcome.FULL)
             return
         self._waiting[chunk] = demotion  # in place of one that was evicted meanwhile, and has come back
         self._idle.clear()
@@ -262,6 +266,7 @@ class Movement:
             del self._waiting[demotion.chunk]
             if not self._index.begin_io(demotion.slot, demotion.generation):
                 self._dropped += 1  # evicted before its turn
+                self._tell_unwritten(demotion.chunk, None)
                 continue
             self._writing += 1
             self._writing_bytes += slot_bytes
@@ -271,8 +276,14 @@ class Movement:
         if not self._writing and not self._waiting:
             self._idle.set()
 
+    def _tell_unwritten(self, chunk: ChunkId, outcome: WriteOutcome | None) -> None:
+        if self._policy is not WritePolicy.WRITE_BACK:
+            self.on_unwritten(chunk, outcome, self._clock_ms())
+
     def _written(self, chunk: ChunkId, outcome: WriteOutcome) -> None:
         """The fs tier counts what it dropped, and says why in its log."""
+        if outcome not in (WriteOutcome.STORED, WriteOutcome.PRESENT):
+            self._tell_unwritten(chunk, outcome)
         match outcome:
             case WriteOutcome.STORED:
                 pass

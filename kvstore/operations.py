@@ -311,7 +311,13 @@ class Operations:
         if request.HasField("bytes"):
             what = f"the least recently used {what}, {request.bytes} bytes,"
         what += f" from {request.what.tier or 'every tier'}"
-        self._store.explanations.removed(Scope(namespace, tenant), what, now_ms)
+        self._store.explanations.removed(
+            Scope(namespace, tenant),
+            what,
+            now_ms,
+            from_memory=request.what.tier in ("", CPU_TIER),
+            from_disk=self._lower(request.what) is not None,
+        )
 
     def keeping_below(self, request: admin_pb2.RemoveRequest) -> AbstractContextManager[None]:
         """Of a removal that has begun: nothing that it covers comes up from the fs tier, if all of that is to go."""

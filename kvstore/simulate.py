@@ -14,10 +14,11 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +30,12 @@ from kvstore.costmodel import KVSize, RecomputeModel, TransferModel, drive_write
 from kvstore.decisions import Room, is_full
 from kvstore.errors import ConfigurationError
 from kvstore.profiles import Disk
+from kvstore.tiers.host_memory import memory_limits
 
 ADMISSIONS = ("always", "never", "model")
 FS_POLICY = "lru"
-CHUNKS_MAX = 1 << 28  # per tier: the index takes some 300 bytes for each
+CHUNKS_MAX = 1 << 28  # per tier
+INDEX_BYTES_PER_CHUNK = 300  # about, with its part of the table
 REQUESTS_PER_CALL = 1_000  # an interrupt is heard in between
 _BLOCK_TOKENS = tuple(1 << power for power in range(17))
 _TIMESTAMP_MS_MAX = 1e15  # some 30,000 years
@@ -206,8 +209,10 @@ def simulate(
     hardware: Hardware,
     drive_bytes: float,
 ) -> Simulation:
-    """`fs_chunks` None: no fs tier. ConfigurationError: a tier without a chunk, or larger than can be simulated."""
+    """`fs_chunks` None: no fs tier. ConfigurationError: a tier without a chunk, or larger than can be simulated, or
+    than this machine's memory allows."""
     assert admission in ADMISSIONS, f"admission {admission!r}"
+    _require_possible({"cpu": cpu_chunks} if fs_chunks is None else {"cpu": cpu_chunks, "fs": fs_chunks})
     cpu = _index("cpu", cpu_chunks, eviction_policy)
     fs = None if fs_chunks is None else _index("fs", fs_chunks, FS_POLICY)
     replay = _native.Replay(cpu, cpu_chunks, fs)
@@ -338,10 +343,24 @@ def _is_full(index: _native.Index, chunks: int) -> bool:
     return is_full(index.stats(), _native.SLOT_ALIGNMENT, chunks * _native.SLOT_ALIGNMENT)
 
 
+def _require_possible(tiers: Mapping[str, int]) -> None:
+    """Tiers of so many chunks, by name. ConfigurationError."""
+    for tier, chunks in tiers.items():
+        if not 0 < chunks <= CHUNKS_MAX:
+            raise ConfigurationError(f"a {tier} tier of {chunks} chunks cannot be simulated: 1 to {CHUNKS_MAX} can")
+    total = sum(tiers.values())
+    needed_bytes = total * INDEX_BYTES_PER_CHUNK
+    least = min(memory_limits(), key=lambda limit: limit.available_bytes)
+    if needed_bytes > least.available_bytes:
+        raise ConfigurationError(
+            f"simulating tiers of {total} chunks together takes some {needed_bytes} bytes of memory, and "
+            f"{least.owner} has {least.available_bytes} available: ask for at most "
+            f"{least.available_bytes // INDEX_BYTES_PER_CHUNK} chunks"
+        )
+
+
 def _index(tier: str, chunks: int, eviction_policy: str) -> _native.Index:
     """Of a tier that holds so many chunks, with a page of no memory for each."""
-    if not 0 < chunks <= CHUNKS_MAX:
-        raise ConfigurationError(f"a {tier} tier of {chunks} chunks cannot be simulated: 1 to {CHUNKS_MAX} can")
     arena_bytes = chunks * _native.SLOT_ALIGNMENT
     unit_bytes = _native.Index.unit_bytes_for(arena_bytes)
     table_bytes = _native.Index.table_bytes_for(chunks, arena_bytes, unit_bytes)
@@ -375,8 +394,8 @@ def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
                     continue
                 try:
                     request = json.loads(line)
-                    timestamps.append(_within(-_TIMESTAMP_MS_MAX, float(request["timestamp"]), _TIMESTAMP_MS_MAX))
-                    tokens.append(int(_within(0, int(request["input_length"]), _TOKENS_MAX)))
+                    timestamps.append(_within(-_TIMESTAMP_MS_MAX, request["timestamp"], _TIMESTAMP_MS_MAX))
+                    tokens.append(_whole(_within(0, request["input_length"], _TOKENS_MAX)))
                     chains.append(_chain(request["hash_ids"]))
                 except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                     raise ConfigurationError(
@@ -398,17 +417,29 @@ def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
 
 def _chain(ids: object) -> NDArray[np.uint64]:
     """ValueError, for what is not a list of ids."""
-    chain = np.array(ids, np.uint64)
-    if chain.ndim != 1:
+    if not isinstance(ids, list):
         raise ValueError("hash_ids is not a list of numbers")
-    return chain
+    for each in ids:
+        if type(each) is not int:  # a bool is an instance of it
+            raise ValueError(f"{each!r:.80} among the hash_ids is not a whole number")
+    return np.array(ids, np.uint64)
 
 
-def _within(least: float, value: float, most: float) -> float:
+def _within(least: float, value: object, most: float) -> float:
     """ValueError, for what is not a number too."""
-    if not least <= value <= most:
-        raise ValueError(f"{value!r} is not within {least:g} to {most:g}")
-    return value
+    if type(value) not in (int, float):  # a bool is an instance of int
+        raise ValueError(f"{value!r:.80} is not a number")
+    number = cast("float", value)
+    if not least <= number <= most:
+        raise ValueError(f"{number!r} is not within {least:g} to {most:g}")
+    return number
+
+
+def _whole(number: float) -> int:
+    """ValueError."""
+    if number != int(number):
+        raise ValueError(f"{number!r} is not a whole number")
+    return int(number)
 
 
 def _counted(values: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -222,6 +222,8 @@ class Store:
         if movement is not None:
             movement.on_read = self._was_read
         self.explanations = Explanations(self._index)
+        if movement is not None:
+            movement.on_unwritten = self.explanations.unwritten
         self._learned: OrderedDict[str, dict[str, str]] = OrderedDict()  # how an engine is -> document by name
         self._document_is_new = keep_document
         self._last_uses = last_uses or LastUses(lambda: 0.0)

@@ -10,7 +10,9 @@ from rich.table import Table
 
 from kvstore import admin
 from kvstore.cli.output import Endpoint, Json, print_json, reported
+from kvstore.decisions import REFUSED_PREFIX_BYTES
 from kvstore.errors import NotFound
+from kvstore.limits import KEY_BYTES_MAX
 
 _WHY = {
     "LOAD_IS_QUICKER": "loading is quicker",
@@ -66,7 +68,7 @@ def explain(
         if not found["decisions"] and not found["keys"]:
             raise NotFound(
                 f"nothing is known of {about!r}: it is not the beginning of a request's id or of a key here, was never "
-                "stored or decided about, or was so long ago that it is forgotten"
+                f"stored or decided about, or was so long ago that it is forgotten{_no_key(about)}"
             )
     if json:
         print_json(found)
@@ -80,6 +82,13 @@ def explain(
         console.print(f"namespace {fate['namespace_id']}, tenant {tenant}", highlight=False, soft_wrap=True)
         for event in cast("Sequence[str]", fate["events"]):
             console.print(f"  {event}", highlight=False, soft_wrap=True)
+
+
+def _no_key(about: str) -> str:
+    count, least, most = len(admin.hex_digits(about)), 2 * REFUSED_PREFIX_BYTES, 2 * KEY_BYTES_MAX
+    if not count or (count % 2 == 0 and least <= count <= most):
+        return ""
+    return f"; it was not taken for a key: it has {count} hex digits, and a key an even number of {least} to {most}"
 
 
 def _decision(decision: Mapping[str, object]) -> list[str]:
@@ -136,6 +145,8 @@ def _store(decision: Mapping[str, object], why: str) -> list[str]:
 
 
 def _ms(seconds: object) -> str:
+    if seconds is None:
+        return "an unknown time"
     return f"{float(cast('float', seconds)) * 1000:,.1f} ms"
 
 

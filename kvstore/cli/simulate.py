@@ -16,6 +16,7 @@ from kvstore.cli.output import Json, print_json, print_table, reported
 from kvstore.cli.plan import read_config, size_of
 from kvstore.config import EVICTION_POLICIES, EVICTION_POLICY_DEFAULT
 from kvstore.errors import ConfigurationError
+from kvstore.limits import WORLD_SIZE_MAX
 
 _GPU = "h100_sxm"
 _MODEL = "Llama-3.1-8B"
@@ -64,7 +65,7 @@ def simulate(
         Path | None, typer.Option(help=f"The model's config.json, or its directory. Default: {_MODEL}.")
     ] = None,
     gpu: Annotated[str, typer.Option(help="Name as the driver reports it, or a part of it.")] = _GPU,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, max=WORLD_SIZE_MAX, help="Tensor parallel size.")] = 1,
     drive_bytes: Annotated[str, typer.Option(help="Size of the drive, for its wear.")] = "7680GB",
     json: Json = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstore.cli import app
-from kvstore.client import Rejected, RejectReason, StoreClient
+from kvstore.client import Rejected, RejectReason, StoreClient, Stored
 from kvstore.costmodel import Alternative
 from kvstore.decisions import Decision, Room
 from kvstore.errors import LimitExceeded
@@ -197,11 +198,73 @@ def test_what_made_room_for_reads_from_disk_is_told_too(tmp_path: Path) -> None:
         assert "an operator removed chunks from every tier" in fate["events"][1]  # on disk it still was
 
 
+def test_what_was_dropped_on_its_way_to_disk_is_told_and_not_that_an_operator_removed_it_later(tmp_path: Path) -> None:
+    chunk_bytes, keys = 256 << 10, [key(number) for number in range(40)]
+    flags = ["--fs-dir", str(tmp_path / "fs"), "--fs-bytes", "16MiB"]
+    with (
+        running_daemon(arguments=flags, cpu_bytes="4MiB", verify=False) as daemon,
+        client_of(daemon, chunk_bytes=chunk_bytes) as client,
+    ):
+        for each in keys:
+            assert client.put(None, {each: bytes(chunk_bytes)}) == {each: Stored()}
+
+        def is_settled() -> bool:
+            fs = daemon.tier("fs")
+            return fs["chunks"] + fs["dropped_stores"] == len(keys)
+
+        eventually(is_settled, "each is on disk, or will not be")
+        evicted = daemon.tier()["evictions"]
+        kvstore(daemon, "evict", "--tier", "cpu", "--bytes", "1MiB")
+        fates = [explain(daemon, each.hex())["keys"][0]["events"] for each in keys]
+        dropped = [events for events in fates if "it had left memory before its turn" in str(events)]
+        assert len(dropped) == daemon.tier("fs")["dropped_stores"]
+        assert all("in no tier now: evicted from memory" in str(events) for events in dropped)
+        assert not any("an operator" in str(events) for events in dropped)
+        assert sum("evicted from memory" in str(events) for events in fates) == evicted
+
+
 def test_what_is_not_known_is_an_error_that_says_why(daemon: Daemon) -> None:
     for about in ("nobody", key(9).hex()):
         done = CliRunner().invoke(app, ["explain", about, "--endpoint", daemon.endpoint, "--json"])
         assert done.exit_code == 1
         assert "nothing is known" in json.loads(done.stdout)["error"]["message"]
+
+
+def test_hex_that_can_be_no_key_is_said_to_be_none_and_0x_may_stand_before_one(
+    daemon: Daemon, client: StoreClient
+) -> None:
+    client.put(None, {key(1): payload(1)})
+    for about in (f"0x{key(1).hex()}", f"0X{key(1).hex().upper()}", f"0x{key(1).hex()[:16]}"):
+        [fate] = explain(daemon, about)["keys"]
+        assert "in the cpu tier now" in str(fate["events"])
+    for about in (key(1).hex()[:17], f"0x{key(1).hex()[:14]}", "ab" * 65):
+        digits = len(about.removeprefix("0x"))
+        done = CliRunner().invoke(app, ["explain", about, "--endpoint", daemon.endpoint, "--json"])
+        message = json.loads(done.stdout)["error"]["message"]
+        assert f"it has {digits} hex digits, and a key an even number of 16 to 128" in message
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_times_that_are_no_numbers_are_null_in_json(daemon: Daemon, steps: Steps, bad: float) -> None:
+    decision = Decision(
+        1, "cmpl-7", False, "LOAD_IS_QUICKER", 2048, 0, 512, 1536, 3, bad, 2.0,
+        (Alternative("cpu", 512, bad, 1.6),), "cpu", 512, load_s=1.0, saved_s=bad, first_token_s=bad,
+    )  # fmt: skip
+    steps.tell(decision)
+    steps.settle(WAIT_S)
+    done = CliRunner().invoke(app, ["explain", "cmpl-7", "--endpoint", daemon.endpoint, "--json"])
+    assert "NaN" not in done.stdout
+    assert "Infinity" not in done.stdout
+    [found] = json.loads(done.stdout)["decisions"]
+    assert (
+        found["recompute_s"]
+        is found["saved_s"]
+        is found["first_token_s"]
+        is found["alternatives"][0]["seconds"]
+        is None
+    )
+    assert found["load_s"] == 1.0
+    assert "recompute all an unknown time" in shown(daemon, "cmpl-7")
 
 
 def test_more_decisions_than_can_wait_lose_the_oldest_and_nobody_waits(daemon: Daemon, steps: Steps) -> None:

@@ -9,7 +9,7 @@ from kvstore.costmodel import Alternative
 from kvstore.decisions import Decision
 from kvstore.explanations import EXPLAINED_MAX, Explanations
 from kvstore.rpc.v1 import store_pb2
-from kvstore.tiers.base import Scope
+from kvstore.tiers.base import ChunkId, Scope, WriteOutcome
 
 NAMESPACE, TENANT = b"n" * 16, b"t" * 16
 KEY = b"k" * 32
@@ -161,16 +161,61 @@ def test_what_was_removed_after_a_chunk_had_gone_from_both_tiers_is_not_why() ->
     log = Evictions()
     known = Explanations(log)
     known.stored("engine", NAMESPACE, TENANT, [KEY], 1000)
-    known.removed(Scope(), "chunks from fs", 1500)
+    known.removed(Scope(), "chunks from fs", 1500, from_memory=False, from_disk=True)
     log.evict(2000)
     known.removed(Scope(), "chunks from cpu", 2500)
-    [fate] = known.of_key(KEY, [], nowhere, 5000)  # it may have been on disk then
-    assert "chunks from cpu" in fate.events[-1]
+    known.removed(Scope(), "some chunks from every tier", 2600, from_disk=True)
+    [fate] = known.of_key(KEY, [], nowhere, 5000)  # it may have been on disk then, but that removal left it there
+    assert "chunks from cpu" not in fate.events[-1]
+    assert "some chunks from every tier" in fate.events[-1]
     log.evict(3000, FROM_DISK)
-    known.removed(Scope(), "chunks from every tier", 4000)
+    known.removed(Scope(), "all chunks from every tier", 4000, from_disk=True)
     [fate] = known.of_key(KEY, [], nowhere, 5000)
     assert "chunks from fs" in fate.events[-1]
-    assert "chunks from every tier" not in fate.events[-1]
+    assert "chunks from cpu" in fate.events[-1]  # it may have been read from disk before it went from there
+    assert "all chunks from every tier" not in fate.events[-1]
+
+
+def test_of_a_chunk_whose_write_was_dropped_that_is_told_and_no_later_removal() -> None:
+    log, chunk = Evictions(), ChunkId(NAMESPACE, TENANT, KEY)
+    known = Explanations(log)
+    known.unwritten(chunk, WriteOutcome.SICK, 500)
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 1000)
+    known.unwritten(ChunkId(NAMESPACE, b"u" * 16, KEY), WriteOutcome.SICK, 1000)
+    known.unwritten(chunk, WriteOutcome.ABORTED, 1000)
+    known.removed(Scope(), "chunks from fs", 1500, from_memory=False, from_disk=True)  # it never was there
+    log.evict(2000)
+    known.unwritten(chunk, None, 3000)
+    known.removed(Scope(), "chunks from every tier", 4000, from_disk=True)
+    told = [
+        "stored 4.0 s ago by engine",
+        "not written to disk 2.0 s ago: it had left memory before its turn",
+        "in no tier now: evicted from memory 3.0 s ago, to make room for chunks that were read from disk",
+    ]
+    [fate] = known.of_key(KEY, [], nowhere, 5000)
+    assert list(fate.events) == told
+    miss(known, 5000)
+    assert missing(known, 5000) == [*told[:2], told[2].removeprefix("in no tier now: ")]
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 6000)
+    known.unwritten(chunk, WriteOutcome.FULL, 6000)
+    [fate] = known.of_key(KEY, [], lambda *_: "cpu", 6000)
+    assert [event.partition(" ")[0] for event in fate.events] == ["stored", "not", "not", "stored", "not", "in"]
+    assert "no room" in fate.events[4]
+    known.removed(Scope(), "chunks from cpu", 7000)
+    [fate] = known.of_key(KEY, [], nowhere, 7000)
+    assert fate.events[-1] == "in no tier now: an operator removed chunks from cpu 0.0 s ago"
+
+
+def test_without_a_tier_below_what_was_evicted_is_not_removed_later() -> None:
+    log = Evictions()
+    known = Explanations(log)
+    known.stored("engine", NAMESPACE, TENANT, [KEY], 1000)
+    known.removed(Scope(), "the first chunks", 1500)
+    log.evict(2000)
+    known.removed(Scope(), "chunks from every tier", 2000)
+    [fate] = known.of_key(KEY, [], nowhere, 3000)
+    assert fate.events[-1].startswith("in no tier now: evicted from memory 1.0 s ago")
+    assert fate.events[-1].endswith("; an operator removed the first chunks 1.5 s ago")
 
 
 @pytest.mark.parametrize(("cause", "why"), [(1, "another size"), (2, "in the table, which was full"), (3, "quota")])
@@ -392,7 +437,7 @@ def test_the_same_key_in_another_namespace_or_tenant_is_another_fate() -> None:
 
 
 def test_all_of_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DECISIONS_KEPT", "KEYS_KEPT", "REASONS_MAX", "TIERS_MAX"):
+    for name in ("DECISIONS_KEPT", "KEYS_KEPT", "UNWRITTEN_KEPT", "REASONS_MAX", "TIERS_MAX"):
         monkeypatch.setattr(explanations, name, 8)
     known = Explanations()
     for i in range(100):
@@ -406,10 +451,11 @@ def test_all_of_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         known.stored("engine", NAMESPACE, TENANT, [], 0)
         known.evicted(f"group-{i}", 1, 0)
         known.removed(Scope(), "chunks", 0)
+        known.unwritten(ChunkId(NAMESPACE, TENANT, key), None, 0)
     kept = (known._kept, known._counts, known._balances, known._evictions, known._removals)
-    logs = (known._refused, known._stored)
+    logs = (known._refused, known._stored, known._unwritten)
     kept += tuple(each for log in logs for each in (log.events, log.by_start))
-    assert [len(each) for each in kept] == [8, 8, 8, 100, 64, 8, 8, 8, 8]
+    assert [len(each) for each in kept] == [8, 8, 8, 100, 64, 8, 8, 8, 8, 8, 8]
 
 
 def test_of_chunks_stored_together_each_is_found_by_its_own_key_until_they_are_too_many(

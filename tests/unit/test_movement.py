@@ -172,20 +172,29 @@ def test_a_chunk_evicted_while_it_waits_is_dropped_and_counted() -> None:
     for number in range(16, 28):
         tiers.put(number)
     assert tiers.movement.dropped == 0
+    told: list[tuple[ChunkId, WriteOutcome | None, int]] = []
+    tiers.movement.on_unwritten = lambda *what: told.append(what)
     while tiers.fs.writes:
         tiers.fs.end_write()
-    assert tiers.movement.dropped == 12
+    assert tiers.movement.dropped == len(told) == 12
+    assert {(outcome, at_ms) for _, outcome, at_ms in told} == {(None, tiers.clock[0])}
+    assert not {chunk for chunk, _, _ in told} & tiers.fs.held
     assert len(tiers.fs.held) == 16
     assert asyncio.run(tiers.movement.drain(5))
 
 
 def test_writes_are_bounded_and_a_full_queue_drops() -> None:
     tiers = tiers_of(4 * WRITING_MAX)
+    told: list[tuple[ChunkId, WriteOutcome | None, int]] = []
+    tiers.movement.on_unwritten = lambda *what: told.append(what)
     slot, generation = tiers.put(0)
     for number in range(1, WAITING_MAX + 100):
         tiers.movement.stored(chunk_of(number), slot, generation, CHUNK)
     assert len(tiers.fs.writes) == WRITING_MAX
-    assert tiers.movement.dropped == 100 - WRITING_MAX
+    assert tiers.movement.dropped == len(told) == 100 - WRITING_MAX
+    assert {outcome for _, outcome, _ in told} == {WriteOutcome.FULL}
+    tiers.fs.end_write(WriteOutcome.LATE)
+    assert told[-1] == (chunk_of(0), WriteOutcome.LATE, tiers.clock[0])
     assert not asyncio.run(tiers.movement.drain(0))
 
 

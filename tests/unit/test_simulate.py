@@ -27,6 +27,7 @@ from kvstore.decisions import Room
 from kvstore.errors import ConfigurationError
 from kvstore.profiles import Disk
 from kvstore.simulate import Hardware, Simulation, Trace, read_trace
+from kvstore.tiers.host_memory import MemoryLimit
 from tests.unit import traces
 from tests.unit.peers import PEERS
 
@@ -273,6 +274,8 @@ def test_larger_chunks_have_the_id_of_their_last_block_and_the_rest_is_dropped(t
 
 # ---- reading, and the command
 
+REQUEST = '{"timestamp": 0, "input_length": 5, "hash_ids": [1]}'
+
 
 @pytest.mark.parametrize(
     ("line", "message"),
@@ -287,7 +290,18 @@ def test_larger_chunks_have_the_id_of_their_last_block_and_the_rest_is_dropped(t
         ('{"timestamp": 0, "input_length": 5, "hash_ids": ["x"]}', "line 1: not a request"),
         ('{"timestamp": 0, "input_length": 5, "hash_ids": 5}', "line 1: not a request .*not a list"),
         ('{"timestamp": 0, "input_length": 5, "hash_ids": "12"}', "line 1: not a request .*not a list"),
-        ('{"timestamp": 0, "input_length": 5, "hash_ids": [[1, 2], [3, 4]]}', "line 1: not a request .*not a list"),
+        (
+            '{"timestamp": 0, "input_length": 5, "hash_ids": [[1, 2], [3, 4]]}',
+            "line 1: not a request .*not a whole number",
+        ),
+        (f"{REQUEST}\n{REQUEST.replace('[1]', '[1, 1.7]')}", "line 2: not a request .*1.7"),
+        (REQUEST.replace("5", "5.5"), "line 1: not a request .*5.5 is not a whole number"),
+        (REQUEST.replace("5", "true"), "line 1: not a request .*True is not a number"),
+        (REQUEST.replace("5", '"5"'), "line 1: not a request .*'5' is not a number"),
+        (REQUEST.replace("0", '"0"'), "line 1: not a request .*'0' is not a number"),
+        ('{"timestamp": 0, "input_length": 5, "hash_ids": [true]}', "line 1: not a request .*True"),
+        ('{"timestamp": 0, "input_length": 5, "hash_ids": ["1"]}', "line 1: not a request .*'1'"),
+        ('{"timestamp": 0, "input_length": 5, "hash_ids": [18446744073709551616]}', "line 1: not a request"),
         ("[" * 100_000, "line 1: not a request"),
         ('{"timestamp": 0, "input_length": 5, "hash_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9]}', "say it with --tokens-per-bl"),
     ],
@@ -318,6 +332,28 @@ def test_blocks_beyond_any_prompt_are_wrong_usage(flag: str, tmp_path: Path) -> 
     path = traces.write(tmp_path / "trace.jsonl", [[1, 2, 3]])
     done = CliRunner().invoke(app, ["simulate", "--trace", str(path), "--cpu-chunks", "9", flag, str(512 * 10**21)])
     assert done.exit_code == 2, done.output
+
+
+@pytest.mark.parametrize("tp", ["0", "1000000000"])
+def test_more_ranks_than_a_group_takes_are_wrong_usage(tp: str, tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "trace.jsonl", [[1, 2, 3]])
+    done = CliRunner().invoke(app, ["simulate", "--trace", str(path), "--cpu-chunks", "9", "--tp", tp])
+    assert done.exit_code == 2, done.output
+
+
+def test_tiers_whose_indexes_do_not_fit_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = traces.write(tmp_path / "trace.jsonl", [[1, 2, 3]])
+    limits = [MemoryLimit("the host", 1 << 40, 1 << 30), MemoryLimit("the cgroup /a", 9_000, 6_000)]
+    monkeypatch.setattr(simulate, "memory_limits", lambda: limits)
+    command = ["simulate", "--trace", str(path), "--json", "--cpu-chunks", "10", "--fs-chunks"]
+    done = CliRunner().invoke(app, [*command, "11"])
+    assert done.exit_code == 2, done.output
+    message = json.loads(done.stdout)["error"]["message"]
+    assert (
+        "tiers of 21 chunks together takes some 6300 bytes of memory, and the cgroup /a has 6000 available" in message
+    )
+    assert message.endswith("ask for at most 20 chunks")
+    assert CliRunner().invoke(app, [*command, "10"]).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -359,8 +359,9 @@ def test_a_removal_that_is_refused_is_not_told_of_any_key(store: Store) -> None:
     with pytest.raises(NotFound):
         operations(store).begin_removal(nobody, 0)
     operations(store).begin_removal(admin_pb2.RemoveRequest(bytes=4096, older_than_ms=500), 0)
-    [(_, _, what)] = store.explanations._removals
-    assert what == "the least recently used chunks not used for 0.5 s, 4096 bytes, from every tier"
+    [removal] = store.explanations._removals
+    assert not removal.from_disk  # there is none
+    assert removal.what == "the least recently used chunks not used for 0.5 s, 4096 bytes, from every tier"
 
 
 def test_a_foreign_slot_can_be_neither_committed_nor_aborted(store: Store) -> None:
