@@ -193,9 +193,9 @@ def _pairs(start: int) -> list[dict[bool, _Cost]]:
         measured = []
         for number in range(PAIRS):
             measured.append(costs := pair(WARM_UP_PAIRS + number))
-            ratio, calls = costs[False].wall / costs[True].wall, costs[True].calls / costs[True].worker
+            ratio, share = costs[False].wall / costs[True].wall, costs[True].calls / costs[True].worker
             where = f"engines {start + 1} of {STARTS}, pair {number + 1} of {PAIRS}"
-            print(f"admission: {where}: {ratio:.3f} of the throughput, calls {calls:.2%}", file=sys.stderr, flush=True)
+            print(f"admission: {where}: {ratio:.3f} of the throughput, calls {share:.2%}", file=sys.stderr, flush=True)
         stored, offered = daemon.tier()["chunks"] - stored, 2 * PAIRS * PROMPTS * CHUNKS_PER_PROMPT
         assert stored <= offered // 100, f"{stored} of {offered} chunks that never come back stored"
         return measured
