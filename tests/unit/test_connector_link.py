@@ -157,7 +157,8 @@ def test_an_engine_whose_message_was_refused_attaches_again_later_each_time_and_
     link = daemons.link(clock=time.clock, wait=time.wait)
     link.start()
     assert [refused(daemons, time, f"reason {number}") for number in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert all(f"reason {number}" in record.message for number, record in enumerate(caplog.records))
+    said = [record.message for record in caplog.records if "reason" in record.message]  # other threads speak too
+    assert all(f"reason {number}" in message for number, message in zip(range(8), said, strict=True))
     daemons.attached.get(timeout=BOUND_S).lose()  # another daemon, with which it may go well
     assert refused(daemons, time) == 1
     link.close()
