@@ -5,6 +5,8 @@
   None there.
 * From 0.32 on a state (Mamba, linear attention) is handed over for storing with the boundary that it belongs to:
   `hands_over_states`. Before, no engine with states is served.
+* Before 0.32 a streaming session's next turn drops the last token that was sampled and keeps the hash of a block that
+  ends with it: vLLM's keys are those of another text from there on, and no session is served (`renews_session_hashes`).
 * 0.30 queues a step's stores when it asks for finished jobs, later versions when the step's saving ends: vLLM's own
   code does either, and nothing of ours comes between.
 * 0.33 can have loads end within the step (`submit_load(..., expedited=True)`): `ConnectorConfig` refuses the setting.
@@ -40,7 +42,7 @@ else:
     HOST_MEMORY, DISK = CacheHitSource.HOST, CacheHitSource.DISK
 
 OLDEST, NEWEST = (0, 30), (0, 33)
-STATES_FROM = (0, 32)
+STATES_FROM = SESSION_HASHES_FROM = (0, 32)
 
 
 def version_problem(version: str) -> str | None:
@@ -68,6 +70,10 @@ def require_supported_version() -> None:
 
 def hands_over_states(version: str = __version__) -> bool:
     return _numbers(version) >= STATES_FROM
+
+
+def renews_session_hashes(version: str = __version__) -> bool:
+    return _numbers(version) >= SESSION_HASHES_FROM
 
 
 def offload_whole_chunks_only(scheduler: "OffloadingConnectorScheduler") -> None:

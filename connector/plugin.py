@@ -142,6 +142,7 @@ class KVStoreConnector(OffloadingConnector):
             adapter=adapter,
             prompt_tokens=request.num_tokens,
             hashes=request.block_hashes,
+            hashes_go_wrong=request.resumable and not compat.renews_session_hashes(),
         )
         super().on_new_request(request)
 

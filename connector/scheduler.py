@@ -106,9 +106,11 @@ class SchedulerHalf(OffloadingManager):
         prompt_tokens: int,
         hashes: Sequence[bytes],
         adapter: bytes = b"",
+        hashes_go_wrong: bool = False,
     ) -> None:
         """A request arrived; `hashes` is the list that vLLM extends. `adapter`: the digest of its LoRA adapter, b""
-        when it is not known. Called before vLLM's own `on_new_request`."""
+        when it is not known. `hashes_go_wrong`: they may come to be those of another text. Called before vLLM's own
+        `on_new_request`."""
         self._check_seed()
         salt = salt or None  # vLLM hashes an empty salt as none
         attached = self._link.current
@@ -118,10 +120,15 @@ class SchedulerHalf(OffloadingManager):
                 "kvstore: requests with a LoRA adapter are neither stored nor loaded while the digest of its files is "
                 "not known: vLLM's keys name the adapter, not its content"
             )
+        if hashes_go_wrong:
+            self._say(
+                "kvstore: streaming sessions are neither stored nor loaded with this version of vLLM, whose keys are "
+                "wrong after a session's first turn (vLLM 0.32 and later name them right)"
+            )
         record = RequestRecord(
             req_id=req_id,
             salt=salt,
-            served=(bool(adapter) or not has_lora) and (salt is not None or not salt_required),
+            served=(bool(adapter) or not has_lora) and (salt is not None or not salt_required) and not hashes_go_wrong,
             adapter=adapter,
             hashes=hashes,
             prompt_tokens=prompt_tokens,

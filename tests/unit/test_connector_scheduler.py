@@ -17,7 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.request import RequestStatus
 
-from connector import metrics
+from connector import compat, metrics
 from connector.requests import Rules
 from connector.stores import STORE_WAIT_S
 from kvstore._native import class_bytes
@@ -795,6 +795,24 @@ def test_a_chunk_whose_tokens_were_changed_after_its_key_was_noted_is_not_stored
     assert len(job.keys) == 2  # of the three that the step computed
 
 
+def test_a_streaming_session_is_not_served_where_vllm_keeps_the_hash_of_a_token_that_it_dropped(monkeypatch, caplog):
+    monkeypatch.setattr("connector.compat.renews_session_hashes", lambda: False)
+    engine = PretendEngine(blocks=60, blocks_per_chunk=1)
+    session = engine.add("session", list(range(100, 110)), max_tokens=3, resumable=True)
+    other = engine.add("no session", list(range(200, 210)), max_tokens=3)
+    while session.status != RequestStatus.WAITING_FOR_STREAMING_REQ or not other.is_finished():
+        engine.copier.run()
+        engine.step()
+    engine.next_turn("session", list(range(20)), max_tokens=3)
+    for _ in range(8):
+        engine.copier.run()
+        engine.step()
+    assert set(other.block_hashes[:2]) <= set(stored_keys(engine))
+    assert not set(session.block_hashes) & set(stored_keys(engine))
+    assert sum("streaming sessions are neither stored nor loaded" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.skipif(not compat.renews_session_hashes(), reason="streaming sessions are not served before vLLM 0.32")
 def test_each_turn_of_a_streaming_session_is_stored_from_its_own_blocks():
     engine = PretendEngine(blocks=60, blocks_per_chunk=1)
     session = engine.add("session", list(range(100, 110)), max_tokens=3, resumable=True)

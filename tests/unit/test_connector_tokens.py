@@ -11,6 +11,7 @@ os.environ.setdefault("PYTHONHASHSEED", "0")
 
 from vllm.v1.request import RequestStatus
 
+from connector import compat
 from tests.unit.connector_engine import SEED
 from tests.unit.connector_tokens import STOPS, Group, TokenEngine
 
@@ -178,7 +179,7 @@ def test_no_way_of_scheduling_stores_or_reads_wrong_bytes(way, seed, monkeypatch
     life.end()
     half = engine.half
     assert engine.metric("kvstore_connector_stored_chunks") > 0
-    if seed == 0:  # of others a short life may find nothing
+    if seed == 0 and compat.renews_session_hashes():  # of others, and without sessions, a short life may find nothing
         assert engine.metric("kvstore_connector_loaded_chunks") > 0
     assert not half.jobs.running
     assert not half.jobs._storing
