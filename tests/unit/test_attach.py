@@ -104,9 +104,12 @@ def run(
 ) -> None:
     async def main() -> None:
         place = Place(tmp_path, pidfd_of=pidfd_of, rest_ms=rest_ms, attach_within_ms=attach_within_ms)
+        failures: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, failure: failures.append(failure))
         try:
             await scene(place)
             assert place.store.problems() == []
+            assert not failures
         finally:
             place.arena_socket.close()
 

@@ -552,8 +552,8 @@ def test_a_message_that_is_sent_on_arena_sock_and_answered_there_does_not_go_on_
 def test_a_message_that_is_not_answered_on_arena_sock_goes_on_the_stream_before_any_later_one(
     daemon: FakeDaemon, session: FakeSession, steps: Steps, later: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(steps_module, "DIRECT_S", 0.0 if later.startswith("nothing") else 100 * WAIT_S)
     if later.startswith("nothing"):
-        monkeypatch.setattr(steps_module, "DIRECT_S", 0.0)
         monkeypatch.setattr(steps_module, "GRANTS_IDLE_S", 0.01)
         steps.settle(WAIT_S)  # the sender looks again after that time from now on
         daemon.next()
@@ -579,8 +579,9 @@ def test_a_message_that_is_not_answered_on_arena_sock_goes_on_the_stream_before_
 
 
 def test_a_message_that_arena_sock_does_not_take_goes_on_the_stream_at_once(
-    daemon: FakeDaemon, session: FakeSession, steps: Steps
+    daemon: FakeDaemon, session: FakeSession, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(steps_module, "DIRECT_S", 100 * WAIT_S)
     session.takes_steps = False
     steps.miss(1)
     steps.send()
