@@ -61,8 +61,14 @@ def expand(
     """
 
 def class_bytes(chunk_bytes: int) -> int: ...
-def addresses_of(views: list[memoryview]) -> NDArray[np.uint64]:
-    """Where their memory begins: theirs for as long as they are, and are not released. TypeError."""
+
+class Buffers:
+    """The memory of these objects, `nbytes` each, in place for as long as this lives. ValueError: another size;
+    BufferError, ValueError or TypeError, as the object says: not contiguous, not writable, no buffer."""
+
+    def __init__(self, objects: list[Buffer], nbytes: int, *, writable: bool) -> None: ...
+    def addresses(self, positions: list[int]) -> NDArray[np.uint64]:
+        """Where they begin. IndexError."""
 
 def slot_offset(slot: int, class_bytes: int, unit_bytes: int) -> int: ...
 def slot_addresses(arena: int, slots: list[int], class_bytes: int, unit_bytes: int) -> NDArray[np.uint64]:
@@ -118,6 +124,11 @@ class Table:
 
         ValueError for a namespace or tenant that is not 16 bytes or a key outside 16 to 64 bytes.
         """
+
+    def wait_shown(
+        self, namespace: bytes, tenant: bytes, key: bytes, slot: int, generation: int, timeout_s: float
+    ) -> bool:
+        """Wait until a lookup finds the chunk in that slot and generation. False: it did not in that time."""
 
     def current(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> bytes:
         """Per slot: 1 when the slot still has that generation, else 0. Call it after the copy (acquire fence first)."""

@@ -1,7 +1,8 @@
 """The daemon's end of arena.sock: who connects, the token, the memory, and finding out that a process has gone.
 
 Concurrency: everything runs on the event loop's thread; every socket call is non-blocking, and the few bytes sent fit
-any socket buffer, so a peer that does not read is hung up on rather than waited for.
+any socket buffer, so a peer that does not read is hung up on rather than waited for (or gets no answer, to a message
+that it can send on its stream).
 
 A connection ends in two steps that may come in either order. The hang-up (end of file) says that no process holds the
 other end; a forked child may hold it for ever, and the driver of a killed process may still be copying when it comes.
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from kvstore.errors import LimitExceeded
 from kvstore.limits import ATTACH_WITHIN_MS, REST_WITHOUT_PIDFD_MS, SESSIONS_MAX
-from kvstore.rpc.handover import GOODBYE, PACKET_BYTES_MAX, Hello, Memory, Refusal
+from kvstore.rpc.handover import GOODBYE, STEP, STEP_PACKET_BYTES_MAX, Hello, Memory, Refusal
 from kvstore.rpc.v1 import store_pb2
 from kvstore.store import Session, Store
 
@@ -177,20 +178,32 @@ class ArenaSocket:
             self._loop.add_reader(self._listener, self._accept)
 
     def _readable(self, connection: Connection) -> None:
-        """A goodbye or the end of the connection; whatever else comes, the connection is over as well."""
+        """A step message, a goodbye or the end of the connection; whatever else comes, the connection is over, too."""
         assert connection.sock is not None
         try:
-            packet = connection.sock.recv(PACKET_BYTES_MAX)
+            packet = connection.sock.recv(STEP_PACKET_BYTES_MAX)
         except BlockingIOError:
             return
         except OSError:
             packet = b""
+        if packet.startswith(STEP):
+            self._step(connection, packet[len(STEP) :])
+            return
         if packet == GOODBYE:
             self._process_ended(connection)  # as good as: it writes to no slot any more
             return
         if packet:
             _log.warning("pid %d sent something on arena.sock, that is no goodbye", connection.session.pid)
         self._hang_up(connection)
+
+    def _step(self, connection: Connection, message: bytes) -> None:
+        """Without an answer the process sends the message on its stream, and hears there what is wrong."""
+        assert connection.sock is not None
+        now_ms = int(self._loop.time() * 1000)  # CLOCK_MONOTONIC, as of all deadlines
+        reply = self._store.step_if_next(connection.session, message, now_ms)
+        if reply is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.send(STEP + reply.SerializeToString())
 
     def _hang_up(self, connection: Connection) -> None:
         if connection.sock is None:

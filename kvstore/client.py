@@ -13,10 +13,11 @@ hands then, and whoever copied into such slots meanwhile is told the same and do
 A get copies first and compares generations after: bytes whose slot was handed out to somebody else meanwhile are never
 returned. A put makes a chunk visible only by a commit, sent after its copy's threads have fenced their stores. What a
 round trip to the daemon takes is a tenth of the time in which a batch of 128 MiB is copied, so a put waits for half of
-one: its commits are one message, made while the chunks are copied; that they are stored it sees in the table, which the
-daemon alone writes, before the answer has come (only that one says why a chunk is not); and a caller that puts batch
-after batch gets the next one's slots with this one's answer. On two cores, to commit a first part while the last one is
-copied was no quicker: the copy pays for the second message.
+one: its commits are one message, made while the chunks are copied; it goes to the daemon on arena.sock, past gRPC; that
+they are stored the putting thread sees in the table, which the daemon alone writes, before the answer has come (only
+that one says why a chunk is not); and a caller that puts batch after batch gets the next one's slots with this one's
+answer. On two cores, to commit a first part while the last one is copied was no quicker: the copy pays for the second
+message.
 
 If the daemon dies, calls in flight end with Unavailable (or with the bytes they had found: an instance's memory stays
 right as long as it is mapped) and the next call attaches again.
@@ -67,6 +68,7 @@ if TYPE_CHECKING:  # of collections.abc from Python 3.12 on
 COPY_THREADS = 2
 ATTACH_BACKOFF_MIN_S, ATTACH_BACKOFF_MAX_S = 0.05, 1.0
 PENDING_POLL_S = 0.001  # the table costs microseconds
+SHOWN_LOOK_S, SHOWN_LOOKS = 0.001, 10  # together several times what a daemon at rest takes to commit
 COPY_TIMEOUT_S = 60.0  # of one batch between two memories of this host
 GRANTS_AHEAD_SHARE = 8  # of the arena at most is kept free for this client's next put
 
@@ -186,7 +188,7 @@ class StoreClient:
         """
         keys = list(chunks)
         _require_keys(keys)
-        payloads = [_view_of(key, payload, self.chunk_bytes, writable=False) for key, payload in chunks.items()]
+        payloads = _buffers(chunks, self.chunk_bytes, writable=False)
         connection = self._enter()
         try:
             return connection.put(connection.tenant(salt), keys, payloads)
@@ -219,8 +221,8 @@ class StoreClient:
         """As `get`, into writable buffers of `chunk_bytes`, copied by several threads, no allocation."""
         keys = list(buffers)
         _require_keys(keys)
-        targets = [_view_of(key, buffer, self.chunk_bytes, writable=True) for key, buffer in buffers.items()]
-        _require_apart(keys, targets)
+        targets = _buffers(buffers, self.chunk_bytes, writable=True)
+        _require_apart(keys, targets, self.chunk_bytes)
         connection = self._enter()
         try:
             return connection.get_into(connection.tenant(salt), keys, targets, timeout_s)
@@ -346,7 +348,7 @@ class _Connection:
             _require_keys(keys)
             raise
 
-    def put(self, tenant: bytes, keys: list[bytes], payloads: list[memoryview]) -> dict[bytes, PutOutcome]:
+    def put(self, tenant: bytes, keys: list[bytes], payloads: _native.Buffers) -> dict[bytes, PutOutcome]:
         outcomes: dict[bytes, PutOutcome] = dict.fromkeys(keys, _PRESENT)
         with self._one_more_put():
             with self._put_turn:
@@ -390,7 +392,7 @@ class _Connection:
         self,
         tenant: bytes,
         keys: list[bytes],
-        payloads: list[memoryview],
+        payloads: _native.Buffers,
         absent: list[int],
         refs: list[Ref],
         outcomes: dict[bytes, PutOutcome],
@@ -423,7 +425,7 @@ class _Connection:
                 self._steps.touch(tenant, [key for position, key in enumerate(keys) if position not in committed])
             if tickets:
                 self._steps.touch(tenant, keys, again=len(keys))
-            self._steps.flush()  # and only then take the caller's memory back, while these are on their way
+            self._steps.send()  # and only then take the caller's memory back, while these are on their way
         return tickets
 
     def _settled(
@@ -438,13 +440,9 @@ class _Connection:
         """Wait for what came of the commits, write `outcomes`. Returns the positions whose slots the daemon had taken
         back."""
         committed = absent[: len(tickets)]
-
-        def shown() -> bool:
-            return all(
-                self._shown(tenant, [keys[at] for at in part], [refs[at] for at in part])
-                for part in (committed[-1:], committed)  # the last one is the last to appear
-            )
-
+        shown = bool(tickets) and self._shown_before_answered(
+            tenant, [keys[at] for at in committed], [refs[at] for at in committed], tickets[-1]
+        )
         settled = self._steps.wait(tickets, self._timeout_s, shown=shown)
         late = []
         for position, outcome in zip(absent, settled, strict=False):
@@ -453,8 +451,14 @@ class _Connection:
                 late.append(position)
         return late
 
-    def _shown(self, tenant: bytes, keys: list[bytes], refs: list[Ref]) -> bool:
-        """Whether the table, which the daemon alone writes, shows each chunk in the slot that was granted for it."""
+    def _shown_before_answered(self, tenant: bytes, keys: list[bytes], refs: list[Ref], ticket: int) -> bool:
+        """Wait until the table, which the daemon alone writes, shows each chunk in the slot that was granted for it:
+        the last one is the last to appear. `ticket`: the last one's. False: they are not shown, or not soon."""
+        for _ in range(SHOWN_LOOKS):
+            if self._table.wait_shown(self._namespace(), tenant, keys[-1], *refs[-1], SHOWN_LOOK_S):
+                break
+            if self._steps.has_outcome(ticket):
+                return False
         codes, slots, generations = self.find(tenant, keys)
         there = list(zip(slots.tolist(), generations.tolist(), strict=True)) == refs
         return there and codes == bytes([_native.CPU]) * len(keys)
@@ -477,14 +481,14 @@ class _Connection:
         return copies
 
     def get_into(
-        self, tenant: bytes, keys: list[bytes], targets: list[memoryview], timeout_s: float
+        self, tenant: bytes, keys: list[bytes], targets: _native.Buffers, timeout_s: float
     ) -> dict[bytes, GetOutcome]:
         outcomes: dict[bytes, GetOutcome] = dict.fromkeys(keys, _MISS)
 
         def copy(positions: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> Sequence[int]:
             current = bytearray(b"\1") * len(positions)
             if positions:
-                addresses = _native.addresses_of([targets[position] for position in positions])
+                addresses = targets.addresses(positions)
                 sources = self._addresses(slots.tolist())
                 with self._lent(addresses) as job:
                     self._submit(job, sources, addresses, slots=slots, generations=generations)
@@ -567,7 +571,7 @@ class _Connection:
         self,
         tenant: bytes,
         keys: list[bytes],
-        payloads: list[memoryview],
+        payloads: _native.Buffers,
         positions: list[int],
         grants: list[Ref],
         lent: contextlib.ExitStack,
@@ -584,7 +588,7 @@ class _Connection:
             if self._class_bytes > self._chunk_bytes:
                 for address in addresses.tolist():
                     _native.fill(address + self._chunk_bytes, self._class_bytes - self._chunk_bytes, 0)
-            sources = _native.addresses_of([payloads[position] for position in positions])
+            sources = payloads.addresses(positions)
             job = lent.enter_context(self._lent(sources))
             self._submit(job, sources, addresses)
             own = [keys[position] for position in positions]
@@ -660,8 +664,18 @@ def _require_keys(keys: Sequence[bytes]) -> None:
             raise BadKey(f"key {shown}: a key is the engine's hash, {KEY_BYTES_MIN} to {KEY_BYTES_MAX} bytes")
 
 
-def _view_of(key: bytes, buffer: "Buffer", chunk_bytes: int, *, writable: bool) -> memoryview:
-    """The buffer's memory, not a copy. WrongSize."""
+def _buffers(buffers: "Mapping[bytes, Buffer]", chunk_bytes: int, *, writable: bool) -> _native.Buffers:
+    """Their memory, not a copy. WrongSize."""
+    try:
+        return _native.Buffers(list(buffers.values()), chunk_bytes, writable=writable)
+    except (ValueError, BufferError, TypeError):
+        for key, buffer in buffers.items():
+            _require_chunk(key, buffer, chunk_bytes, writable=writable)
+        raise
+
+
+def _require_chunk(key: bytes, buffer: "Buffer", chunk_bytes: int, *, writable: bool) -> None:
+    """WrongSize."""
     view = memoryview(buffer)
     if view.nbytes != chunk_bytes or not view.c_contiguous or (writable and view.readonly):
         kind = "writable, contiguous" if writable else "contiguous"
@@ -671,16 +685,14 @@ def _view_of(key: bytes, buffer: "Buffer", chunk_bytes: int, *, writable: bool) 
         if not view.c_contiguous:  # in Fortran's order the memory's bytes are not those that the view shows
             found = f"not contiguous, {found}"
         raise WrongSize(f"the buffer of key {key.hex()} must be {kind} and {chunk_bytes} bytes long; it is {found}")
-    return view
 
 
-def _require_apart(keys: Sequence[bytes], targets: list[memoryview]) -> None:
+def _require_apart(keys: Sequence[bytes], targets: _native.Buffers, chunk_bytes: int) -> None:
     """Two chunks in one memory would both be reported as loaded, and one of them be the other. WrongSize."""
-    addresses: list[int] = _native.addresses_of(targets).tolist()
-    ordered = sorted(zip(addresses, keys, targets, strict=True), key=lambda entry: entry[0])
-    for (address, key, target), (next_address, next_key, _) in pairwise(ordered):
-        if next_address < address + target.nbytes:
+    addresses: list[int] = targets.addresses(list(range(len(keys)))).tolist()
+    for (address, key), (next_address, next_key) in pairwise(sorted(zip(addresses, keys, strict=True))):
+        if next_address < address + chunk_bytes:
             raise WrongSize(
                 f"the buffers of keys {key.hex()} and {next_key.hex()} overlap by "
-                f"{address + target.nbytes - next_address} bytes; give each key memory of its own"
+                f"{address + chunk_bytes - next_address} bytes; give each key memory of its own"
             )

@@ -33,6 +33,8 @@ from kvstore.rpc.handover import (
     FDS_PER_PACKET,
     GOODBYE,
     PACKET_BYTES_MAX,
+    STEP,
+    STEP_PACKET_BYTES_MAX,
     Hello,
     Memory,
     Packet,
@@ -117,6 +119,7 @@ class Session:
         self._lost = False
         self.refusal: KVStoreError | None = None  # why the daemon takes no more messages of this session
         self._closed = False
+        self.on_step: Callable[[bytes], None] | None = None  # for answers on arena.sock; on the watcher's thread
         self._when_lost: list[Callable[[], None]] = []
         self._before_unmap: list[Callable[[], None]] = []
         self._wake_receive, self._wake_send = os.pipe2(os.O_CLOEXEC)
@@ -278,13 +281,35 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def send_step(self, message: bytes) -> bool:
+        """Give the daemon a step message on arena.sock; the answer, if there is one, comes to `on_step`. Never waits.
+        False: the message is too large, or the socket is full or gone."""
+        packet = STEP + message
+        if len(packet) > STEP_PACKET_BYTES_MAX:
+            return False
+        try:
+            self._sock.send(packet, socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return True
+
     def _watch(self) -> None:
         poll = select.poll()
         poll.register(self._sock, select.POLLIN | select.POLLHUP)
         poll.register(self._wake_receive, select.POLLIN)
-        events = poll.poll()
-        if all(fd == self._wake_receive for fd, _ in events):
-            return
+        while True:
+            events = poll.poll()
+            if all(fd == self._wake_receive for fd, _ in events):
+                return
+            try:
+                packet = self._sock.recv(STEP_PACKET_BYTES_MAX, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
+            except OSError:
+                break
+            if not packet.startswith(STEP) or self.on_step is None:
+                break
+            self.on_step(packet[len(STEP) :])
         self._lose()
 
     def _lose(self) -> None:

@@ -2,15 +2,17 @@
 
 Concurrency: callers append to queues under `_lock` and never wait for the daemon (but in `wait*`, `settle`, `close`).
 gRPC's own thread draws messages from `_requests` (the sender), one thread of ours applies the answers (the receiver).
-Everything below is guarded by `_lock`; the callback `on_group` runs on the receiver's thread, outside it.
+Everything below is guarded by `_lock`; the callback `on_group` runs on the receiver's thread, outside it. A caller that
+is going to wait sends its message itself, on arena.sock (`send`), and the session's watcher applies the answer.
 
 Order: messages are numbered, answered in order, and applied by the daemon once each. When the stream breaks while the
-session lives, the unanswered ones are sent again under their numbers, so a commit is neither lost nor done twice. When
-the daemon dies the session says so: `broken` is True, everything queued is dropped, and nobody waits any more. So it is
-when the daemon refuses a message. The daemon lives then, as it may where only the connection on arena.sock has ended,
-and the slots that this stream held are the group's: the next session's stream aborts them (`hand_over`), each once the
-copy into it has ended, and names the last answer that arrived here, for what later ones granted nobody knows but the
-daemon. When this process dies, the daemon takes its grants back once the process has ended.
+session lives, the unanswered ones are sent again under their numbers, so a commit is neither lost nor done twice. So is
+one that was sent on arena.sock, once an answer is late or a later message is to follow; nothing depends on that way.
+When the daemon dies the session says so: `broken` is True, everything queued is dropped, and nobody waits any more. So
+it is when the daemon refuses a message. The daemon lives then, as it may where only the connection on arena.sock has
+ended, and the slots that this stream held are the group's: the next session's stream aborts them (`hand_over`), each
+once the copy into it has ended, and names the last answer that arrived here, for what later ones granted nobody knows
+but the daemon. When this process dies, the daemon takes its grants back once the process has ended.
 
 Bounds: at most QUEUED_OPERATIONS_MAX operations are queued; then touches are dropped first, and commits become aborts.
 Of decisions the newest DECISIONS_QUEUED_MAX wait to be sent; the daemon only remembers them for a person to ask.
@@ -58,7 +60,7 @@ OUTCOMES_KEPT = 65_536  # of commits that nobody waits for, the newest so many
 RENEW_LEASES_S = LEASE_MS / 1000 / 3
 RECONNECT_BACKOFF_MIN_S, RECONNECT_BACKOFF_MAX_S = 0.01, 1.0
 CLOSE_TIMEOUT_S = 2.0
-LOOK_S, SHOWN_LOOKS = 0.00003, 100  # at the table: together several times what a daemon at rest takes to commit
+DIRECT_S = 0.05  # for the answer to what was sent on arena.sock; then the message goes on the stream as well
 
 Ref = tuple[int, int]  # slot, generation
 
@@ -102,6 +104,13 @@ class _Unanswered:
     promote: int  # the last call of `promote` that is in it or before it
 
 
+class _Direct(NamedTuple):
+    """A message that was sent on arena.sock, and until when it need not go on the stream as well."""
+
+    request: store_pb2.StepRequest
+    until_s: float
+
+
 @dataclass(slots=True)
 class _News:
     """What admission and the daemon tell each other beside the work itself."""
@@ -134,9 +143,7 @@ class Steps:
         self._leases: dict[Ref, None] = {}  # to be taken or renewed
         self._touches: deque[_Chain] = deque()  # pieces that fit a message, the tail's first
         self._promotes: deque[tuple[_Chain, int, bool]] = deque()  # with the call's number; waited for?
-        self._promotes_asked = 0  # calls
-        self._promotes_sent = 0
-        self._promotes_answered = 0
+        self._promotes_asked = self._promotes_sent = self._promotes_answered = 0  # calls
         self._operations = 0  # in the queues above
         # Not guarded: a deque's append and popleft are whole by themselves.
         self._misses: deque[int] = deque(maxlen=MISSES_QUEUED_MAX)
@@ -163,6 +170,7 @@ class Steps:
         self._answered = 0  # the last number
         self._fresh_number = 0  # grants answered to earlier messages belong to the namespace left behind
         self._unanswered: OrderedDict[int, _Unanswered] = OrderedDict()
+        self._direct: _Direct | None = None  # the last of the unanswered, if it is not on the stream
 
         self._stream = 0  # counts the streams opened; a sender of an earlier one ends
         self._call: grpc.Call | None = None
@@ -177,6 +185,7 @@ class Steps:
         self._receiver = threading.Thread(target=self._receive, name="kvstore-steps", daemon=True)
         self._receiver.start()
         session.before_unmap(self.close)
+        session.on_step = self._apply_direct
         session.when_lost(self._daemon_gone)
 
     # -- what callers ask for; none of these waits -------------------------------------------------------------------
@@ -428,6 +437,21 @@ class Steps:
         with self._lock:
             self._flush()
 
+    def send(self) -> None:
+        """As `flush`, for who is going to wait: this thread gives the daemon the message, without gRPC's threads at
+        both ends; unless an answer is missing, for answers come in order."""
+        self._session.require_own_process()
+        with self._lock:
+            if self._unanswered or not self._accepting() or not self._anything_queued():
+                self._flush()
+                return
+            request = self._make()
+            self._direct = _Direct(request, time.monotonic() + DIRECT_S)
+            self._flush()  # what one message does not take
+        if not self._session.send_step(request.SerializeToString()):
+            with self._lock:
+                self._give_up_direct()
+
     @property
     def unsent(self) -> bool:
         """Anything queued that only a `flush` will send. What was flushed the sender sends by itself, if only when the
@@ -442,20 +466,21 @@ class Steps:
 
     # -- for the client: these wait ----------------------------------------------------------------------------------
 
-    def wait(
-        self, tickets: Sequence[int], timeout_s: float, *, shown: Callable[[], bool] | None = None
-    ) -> list[Outcome]:
-        """The outcomes of these commits. `shown`: whether the table shows all of them stored, which it may do before
-        the answer has come. Unavailable: the daemon went, or did not answer in time."""
+    def wait(self, tickets: Sequence[int], timeout_s: float, *, shown: bool = False) -> list[Outcome]:
+        """The outcomes of these commits. `shown`: the table shows all of them stored, as it may before the answer has
+        come. Unavailable: the daemon went, or did not answer in time."""
         self._session.require_own_process()
         with self._lock:
             self._flush()
-            self._wait_until(
-                lambda: all(ticket in self._outcomes for ticket in tickets), timeout_s, "commits", shown=shown
-            )
+            if not shown:
+                self._give_up_direct()
+                self._wait_until(lambda: all(ticket in self._outcomes for ticket in tickets), timeout_s, "commits")
             outcomes = [self._outcomes.pop(ticket, None) for ticket in tickets]
             self._unasked.update(ticket for ticket, known in zip(tickets, outcomes, strict=True) if known is None)
             return [Outcome.STORED if known is None else known for known in outcomes]
+
+    def has_outcome(self, ticket: int) -> bool:
+        return ticket in self._outcomes
 
     def wait_grants(self, count: int, timeout_s: float, *, tails: Collection[Ref] = ()) -> list[Ref]:
         """Up to `count` slots of kind 0; fewer (see `grants_short`) once the daemon has answered. Unavailable."""
@@ -483,6 +508,7 @@ class Steps:
                 self._return_grants()
                 self._closing = True
                 self._flush()
+                self._give_up_direct()
                 deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
                 while self._failure is None and (self._anything_queued() or self._unanswered):
                     if not self._changed.wait(deadline_s - time.monotonic()):
@@ -522,11 +548,7 @@ class Steps:
             self._flushing = True
             self._to_send.notify_all()
 
-    def _wait_until(
-        self, happened: Callable[[], bool], timeout_s: float, what: str, *, shown: Callable[[], bool] | None = None
-    ) -> None:
-        """`shown` is looked at SHOWN_LOOKS times, LOOK_S apart; `happened` whenever there is a notice."""
-        looks = 0 if shown is None else SHOWN_LOOKS
+    def _wait_until(self, happened: Callable[[], bool], timeout_s: float, what: str) -> None:
         deadline_s = time.monotonic() + timeout_s
         while True:
             if self._failure is not None:
@@ -538,10 +560,13 @@ class Steps:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise Unavailable(f"the daemon did not answer {what} within {timeout_s:g} s")
-            self._changed.wait(min(left_s, LOOK_S) if looks > 0 else left_s)
-            if shown is not None and looks > 0 and shown():
-                return
-            looks -= 1
+            self._changed.wait(left_s)
+
+    def _give_up_direct(self) -> None:
+        """What was sent on arena.sock goes on the stream, too, if it is not answered yet."""
+        if self._direct is not None:
+            self._direct = self._direct._replace(until_s=0.0)
+            self._to_send.notify_all()
 
     def _want(self, count: int, kind: int, tails: Collection[Ref]) -> None:
         if count > 0:
@@ -631,6 +656,7 @@ class Steps:
         """Runs on gRPC's thread."""
         with self._lock:
             again = [unanswered.request for unanswered in self._unanswered.values()]
+            self._direct = None  # among them
         yield from again
         while (request := self._next_request(stream)) is not None:
             yield request
@@ -641,14 +667,21 @@ class Steps:
             while True:
                 if self._stream != stream or self._failure is not None:
                     return None
-                wake_s = self._on_time(time.monotonic())
+                now_s = time.monotonic()
+                wake_s = self._on_time(now_s)
+                if self._direct is not None and (self._flushing or now_s >= self._direct.until_s):
+                    request, self._direct = self._direct.request, None
+                    return request
                 if self._flushing and len(self._unanswered) < STEPS_UNANSWERED_MAX:
-                    break
+                    return self._make()
                 self._to_send.wait(max(0.0, wake_s - time.monotonic()))
-            request, tickets = self._message()
-            self._unanswered[request.number] = _Unanswered(request, tickets, self._promotes_sent)
-            self._flushing = self._anything_queued()
-            return request
+
+    def _make(self) -> store_pb2.StepRequest:
+        """The next message; unanswered from here on."""
+        request, tickets = self._message()
+        self._unanswered[request.number] = _Unanswered(request, tickets, self._promotes_sent)
+        self._flushing = self._anything_queued()
+        return request
 
     def _on_time(self, now_s: float) -> float:
         """Renew leases and give idle grants back when it is time. Returns when to look again."""
@@ -802,6 +835,8 @@ class Steps:
         group: GroupState | None = None
         with self._lock:
             unanswered = self._unanswered.pop(reply.number, None)
+            if self._direct is not None and self._direct.request.number == reply.number:
+                self._direct = None
             if unanswered is not None:
                 self._answered = reply.number
                 request = unanswered.request
@@ -825,6 +860,15 @@ class Steps:
                 self._to_send.notify_all()
         if group is not None and self._on_group is not None:
             self._on_group(group)
+
+    def _apply_direct(self, message: bytes) -> None:
+        """On the session's watcher thread."""
+        try:
+            self._apply(store_pb2.StepReply.FromString(message))
+        except Exception as error:  # as on the stream
+            failure = KVStoreError(f"the daemon's answer was not understood: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._refused(failure)
 
     def _arrived(self, request: store_pb2.StepRequest, kind: int, grants: list[Ref]) -> None:
         if self._closing or self._fresh or request.number < self._fresh_number:
@@ -875,6 +919,7 @@ class Steps:
         self._news.decisions.clear()
         self._news.learned, self._news.learned_wanted = {}, False
         self._unanswered.clear()
+        self._direct = None
         self._unasked.clear()
         self._wanted.clear()
         self._grants_coming.clear()

@@ -32,11 +32,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
+from google.protobuf.message import DecodeError
+
 from kvstore import limits
 from kvstore._native import PRESENT, STORED, Index, class_bytes
 from kvstore.decisions import is_full
 from kvstore.errors import (
     BadKey,
+    KVStoreError,
     LimitExceeded,
     NamespaceMismatch,
     ProtocolError,
@@ -414,6 +417,15 @@ class Store:
         while len(session.replies) > limits.STEPS_UNANSWERED_MAX:
             session.replies.popitem(last=False)
         return reply
+
+    def step_if_next(self, session: Session, message: bytes, now_ms: int) -> store_pb2.StepReply | None:
+        """As `step`, of a message that can come on the stream as well. None: it is not its turn, or something is wrong
+        with it; then nothing of it was applied."""
+        try:
+            request = store_pb2.StepRequest.FromString(message)
+            return self.step(session, request, now_ms) if request.number == session.last_number + 1 else None
+        except (KVStoreError, DecodeError):
+            return None
 
     def _promote(self, group: Group, request: store_pb2.StepRequest, now_ms: int) -> None:
         """Begin to read from disk what a message asks for."""

@@ -141,14 +141,46 @@ std::size_t check_equal(std::size_t one, std::size_t other, const char* what) {
     return one;
 }
 
-NumpyArray<std::uint64_t> addresses_of(const nb::list& views) {
-    auto addresses = std::make_unique<std::uint64_t[]>(views.size());
-    for (std::size_t i = 0; i < views.size(); ++i) {
-        if (!PyMemoryView_Check(views[i].ptr())) throw nb::type_error("addresses are those of memoryviews");
-        addresses[i] = reinterpret_cast<std::uint64_t>(PyMemoryView_GET_BUFFER(views[i].ptr())->buf);
+// Memory of Python objects, theirs and in its place for as long as this lives.
+class Buffers {
+  public:
+    Buffers(const nb::list& objects, std::uint64_t nbytes, bool writable) {
+        held_.reserve(objects.size());
+        for (nb::handle object : objects) {
+            Py_buffer view;
+            const int flags = writable ? PyBUF_WRITABLE : PyBUF_SIMPLE;  // both: contiguous
+            if (PyObject_GetBuffer(object.ptr(), &view, flags) != 0) {
+                release();
+                throw nb::python_error();
+            }
+            held_.push_back(view);
+            if (static_cast<std::uint64_t>(view.len) != nbytes) {
+                const std::string found = std::to_string(view.len);
+                release();
+                throw std::invalid_argument("a buffer of " + found + " bytes, not " + std::to_string(nbytes));
+            }
+        }
     }
-    return numpy_of(std::move(addresses), views.size());
-}
+    ~Buffers() { release(); }
+    Buffers(const Buffers&) = delete;
+    Buffers& operator=(const Buffers&) = delete;
+
+    NumpyArray<std::uint64_t> addresses(const nb::list& positions) const {
+        auto addresses = std::make_unique<std::uint64_t[]>(positions.size());
+        for (std::size_t i = 0; i < positions.size(); ++i) {
+            addresses[i] = reinterpret_cast<std::uint64_t>(held_.at(nb::cast<std::size_t>(positions[i])).buf);
+        }
+        return numpy_of(std::move(addresses), positions.size());
+    }
+
+  private:
+    void release() {
+        for (Py_buffer& view : held_) PyBuffer_Release(&view);
+        held_.clear();
+    }
+
+    std::vector<Py_buffer> held_;
+};
 
 NumpyArray<std::uint64_t> slot_addresses(std::uint64_t arena, const nb::list& slots, std::uint64_t class_bytes,
                                          std::uint64_t unit_bytes) {
@@ -252,6 +284,15 @@ struct PyTable {
         }
         return nb::make_tuple(nb::bytes(codes.data(), count), numpy_of(std::move(slots), count),
                               numpy_of(std::move(generations), count));
+    }
+    bool wait_shown(const nb::bytes& name_space, const nb::bytes& tenant, const nb::bytes& key, std::uint32_t slot,
+                    std::uint64_t generation, double timeout_s) const {
+        const auto table = mapped;
+        check_key(bytes_of(key));
+        const Hasher hasher = hasher_for(index_key, id_of(name_space, "a namespace"), id_of(tenant, "a tenant"));
+        const Digest digest = hasher(bytes_of(key));
+        nb::gil_scoped_release unlocked;
+        return table && table->reader.wait_shown(digest, {slot, generation}, timeout_s);
     }
     nb::bytes current(const Array<std::uint32_t>& slots, const Array<std::uint64_t>& generations) const {
         const std::size_t count = check_equal(slots.shape(0), generations.shape(0), "slots and generations");
@@ -794,7 +835,9 @@ NB_MODULE(_native, m) {
     m.def("expand", &expanded, "pieces"_a.noconvert(), "together"_a, "block_ids"_a.noconvert(), "block_count"_a,
           "first"_a, "blocks_per_chunk"_a, "chunks"_a.noconvert(), "wanted"_a.noconvert().none());
     m.def("class_bytes", &class_bytes_of, "chunk_bytes"_a);
-    m.def("addresses_of", &addresses_of, "views"_a);
+    nb::class_<Buffers>(m, "Buffers")
+        .def(nb::init<const nb::list&, std::uint64_t, bool>(), "objects"_a, "nbytes"_a, nb::kw_only(), "writable"_a)
+        .def("addresses", &Buffers::addresses, "positions"_a);
     m.def("slot_offset", &slot_offset, "slot"_a, "class_bytes"_a, "unit_bytes"_a);
     m.def("slot_addresses", &slot_addresses, "arena"_a, "slots"_a, "class_bytes"_a, "unit_bytes"_a);
     m.def("create_memfd", &create_memfd, "name"_a, "nbytes"_a);
@@ -831,6 +874,8 @@ NB_MODULE(_native, m) {
         .def("heartbeat_age_ms", &PyTable::heartbeat_age_ms)
         .def("premap", &PyTable::premap, "first"_a, "nbytes"_a)
         .def("lookup", &PyTable::lookup, "namespace"_a, "tenant"_a, "keys"_a)
+        .def("wait_shown", &PyTable::wait_shown, "namespace"_a, "tenant"_a, "key"_a, "slot"_a, "generation"_a,
+             "timeout_s"_a)
         .def("current", &PyTable::current, "slots"_a.noconvert(), "generations"_a.noconvert())
         .def("close", [](PyTable& self) { self.mapped.reset(); });
 

@@ -1,5 +1,6 @@
 #include "table.h"
 
+#include <sys/prctl.h>
 #include <time.h>
 
 #include <algorithm>
@@ -19,6 +20,7 @@ namespace {
 constexpr std::uint64_t BUCKETS_MIN = PROBES_MAX;  // so that a probe meets no bucket twice
 constexpr std::uint64_t TABLE_BYTES_MAX = std::uint64_t{1} << 46;
 constexpr std::size_t PREFETCH_KEYS = 64;
+constexpr long LOOK_NS = 10'000;
 
 // Multiply and shift: any bucket count, no division.
 std::uint64_t home_of(const Digest& digest, std::uint64_t bucket_count) {
@@ -188,6 +190,21 @@ void TableReader::find_all(const Hasher& hasher, std::span<const Bytes> keys, st
         }
         for (std::size_t i = 0; i < count; ++i) found[begin + i] = find(digests[i]);
     }
+}
+
+bool TableReader::wait_shown(const Digest& digest, Ref at, double timeout_s) const {
+    // A thread that sleeps is woken up to so much later than it wants: 50 us where nobody says anything else.
+    const int slack = prctl(PR_GET_TIMERSLACK);
+    prctl(PR_SET_TIMERSLACK, 1UL);
+    const timespec pause{0, LOOK_NS};
+    const std::uint64_t end = monotonic_ns() + static_cast<std::uint64_t>(timeout_s * 1e9);
+    Found found = find(digest);
+    while ((found.where != Where::CPU || found.at != at) && monotonic_ns() < end) {
+        nanosleep(&pause, nullptr);
+        found = find(digest);
+    }
+    prctl(PR_SET_TIMERSLACK, slack > 0 ? static_cast<unsigned long>(slack) : 0UL);
+    return found.where == Where::CPU && found.at == at;
 }
 
 void TableReader::current(std::span<const std::uint32_t> slots, std::span<const std::uint64_t> generations,

@@ -110,6 +110,8 @@ class TableReader {
 
     void find_all(const Hasher& hasher, std::span<const Bytes> keys, std::span<Found> found) const;
     Found find(const Digest& digest) const;
+    // Until the chunk is in this slot and generation, or the time is over: looks again and again, and sleeps between.
+    bool wait_shown(const Digest& digest, Ref at, double timeout_s) const;
     // 1 for each slot that still has its generation. Call it after the copy: it orders what the copy read before it.
     void current(std::span<const std::uint32_t> slots, std::span<const std::uint64_t> generations,
                  std::span<std::uint8_t> answers) const;

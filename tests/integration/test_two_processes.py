@@ -297,7 +297,7 @@ def test_a_put_ends_when_the_table_shows_its_chunks_though_the_answer_is_still_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_module, "HEARTBEAT_STALE_MS", math.inf)
-    monkeypatch.setattr(steps_module, "SHOWN_LOOKS", 1 << 30)
+    monkeypatch.setattr(client_module, "SHOWN_LOOKS", 1 << 30)
     with running_daemon() as daemon, client_of(daemon, timeout_s=WAIT_S) as client:
         connection = client._connection
         assert connection is not None

@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvstore.client import Lookup, StoreClient
+from kvstore.client import Lookup, Present, StoreClient, Stored
 from kvstore.errors import (
     BadKey,
     ConfigurationError,
@@ -492,3 +492,31 @@ def test_many_bad_connections_are_few_lines_of_the_log(daemon: Daemon) -> None:
                 pass
     told = daemon.log().count("sent something on arena.sock, that is no goodbye")
     assert 0 < told <= 100
+
+
+@pytest.mark.parametrize("lost", ["nothing", "on the way there", "on the way back"])
+def test_what_becomes_of_step_messages_on_arena_sock_changes_no_outcome(
+    daemon: Daemon, client: StoreClient, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Each is worth one round trip, and none is needed."""
+    sent = []
+
+    def send_step(self: Session, message: bytes) -> bool:
+        sent.append(message)
+        return lost == "on the way there" or really(self, message)
+
+    really = Session.send_step
+    monkeypatch.setattr(Session, "send_step", send_step)
+    if lost == "on the way back":
+        connection = client._enter()
+        connection._session.on_step = lambda _: None
+        client._leave(connection)
+    for number in range(0, 40, 4):
+        chunks = {key(number + i): payload(number + i) for i in range(4)}
+        assert set(client.put("s", chunks).values()) == {Stored()}
+        assert set(client.put("s", chunks).values()) == {Present()}
+        assert client.get("s", list(chunks)) == list(chunks.values())
+    assert sent
+    tier = daemon.tier()
+    assert (tier["chunks"], daemon.stats()["stores"]) == (40, 40)
+    daemon.assert_sound()

@@ -21,7 +21,7 @@ from kvstore.errors import ConfigurationError, Unavailable
 from kvstore.namespace import canonical_json, seed_fingerprint
 from kvstore.operations import Operations
 from kvstore.rpc import handover
-from kvstore.rpc.handover import GOODBYE, Hello, Memory, Refusal, decode
+from kvstore.rpc.handover import GOODBYE, STEP, Hello, Memory, Refusal, decode
 from kvstore.rpc.v1 import admin_pb2, store_pb2
 from kvstore.session import Attachment, Role
 from kvstore.session import Session as ClientSession
@@ -104,9 +104,12 @@ def run(
 ) -> None:
     async def main() -> None:
         place = Place(tmp_path, pidfd_of=pidfd_of, rest_ms=rest_ms, attach_within_ms=attach_within_ms)
+        failures: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, failure: failures.append(failure))
         try:
             await scene(place)
             assert place.store.problems() == []
+            assert not failures
         finally:
             place.arena_socket.close()
 
@@ -288,7 +291,7 @@ def test_a_process_and_a_daemon_of_different_versions_do_not_attach(
 
 
 # Of protos/, by the protocol that was current when they last changed.
-WIRE_DIGESTS = {2: "96cb73d44fb073377870d65392b64a8af68bb7bbfcada176a396d4342b3277e8"}
+WIRE_DIGESTS = {3: "96cb73d44fb073377870d65392b64a8af68bb7bbfcada176a396d4342b3277e8"}
 
 
 def test_a_change_of_the_wire_is_a_change_of_the_protocol() -> None:
@@ -298,6 +301,69 @@ def test_a_change_of_the_wire_is_a_change_of_the_protocol() -> None:
         "protos/ changed. If an older end would not see it, or do something else, raise handover.PROTOCOL; then "
         f"put {digest} here"
     )
+
+
+def step_packet(request: store_pb2.StepRequest) -> bytes:
+    return STEP + request.SerializeToString()
+
+
+def test_a_step_message_on_arena_sock_is_applied_once_and_answered_here_and_on_the_stream(tmp_path: Path) -> None:
+    async def scene(place: Place) -> None:
+        sock, session = await place.attached_with_grants(3)
+        request = store_pb2.StepRequest(number=2, instance_id=b"i" * 16, grants_wanted=[2], misses=5)
+        sock.send(step_packet(request))
+        packet = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 4096), WAIT_S)
+        reply = store_pb2.StepReply.FromString(packet.removeprefix(STEP))
+        assert packet.startswith(STEP)
+        assert (reply.number, len(reply.grants[0].slots)) == (2, 2)
+        assert place.store.step(session, request, 0) == reply  # as when the stream brings it
+        assert place.store.counts.misses == 5
+        assert place.granted_bytes() == 5 * CHUNK_BYTES
+        sock.close()
+
+    run(tmp_path, scene)
+
+
+def test_a_step_message_on_arena_sock_that_is_not_the_next_or_is_refused_changes_nothing(tmp_path: Path) -> None:
+    async def scene(place: Place) -> None:
+        sock, session = await place.attached_with_grants(3)
+        fresh, _ = await place.connect()  # has not attached
+        fresh.send(step_packet(store_pb2.StepRequest(number=1, instance_id=b"i" * 16, misses=1)))
+        for bad in (
+            step_packet(store_pb2.StepRequest(number=1, instance_id=b"i" * 16, misses=1)),
+            step_packet(store_pb2.StepRequest(number=3, instance_id=b"i" * 16, misses=1)),
+            step_packet(store_pb2.StepRequest(number=2, instance_id=b"j" * 16, misses=1)),
+            step_packet(store_pb2.StepRequest(number=2, instance_id=b"i" * 16, misses=limits.COUNT_PER_STEP_MAX + 1)),
+            STEP,
+            STEP + b"\xff",
+        ):
+            sock.send(bad)
+        sock.send(step_packet(store_pb2.StepRequest(number=2, instance_id=b"i" * 16, misses=7)))
+        packet = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 4096), WAIT_S)
+        assert store_pb2.StepReply.FromString(packet.removeprefix(STEP)).number == 2  # the first answer
+        assert place.store.counts.misses == 7
+        assert session.connected
+        assert place.granted_bytes() == 3 * CHUNK_BYTES
+        sock.close()
+        fresh.close()
+
+    run(tmp_path, scene)
+
+
+def test_a_process_that_reads_no_answers_on_arena_sock_goes_on_sending(tmp_path: Path) -> None:
+    async def scene(place: Place) -> None:
+        sock, session = await place.attached_with_grants(3)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        place.arena_socket._connections[session].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # type: ignore[union-attr]
+        loop = asyncio.get_running_loop()
+        for number in range(2, 102):
+            request = store_pb2.StepRequest(number=number, instance_id=b"i" * 16, misses=1)
+            await asyncio.wait_for(loop.sock_sendall(sock, step_packet(request)), WAIT_S)
+        await place.eventually(lambda: place.store.counts.misses == 100)
+        assert session.connected
+        sock.close()
+
+    run(tmp_path, scene)
 
 
 def test_a_goodbye_ends_grants_though_the_process_lives(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_fragments_may_have_one_size(copier: _native.Copier) -> None:
 
 def test_regions_of_one_size_are_added_and_removed_together_or_not_at_all(copier: _native.Copier) -> None:
     views = [memoryview(bytearray(100)) for _ in range(3)]
-    addresses = _native.addresses_of(views)
+    addresses = _native.Buffers(views, 100, writable=True).addresses([0, 1, 2])
     assert addresses.tolist() == [np.frombuffer(view, np.uint8).ctypes.data for view in views]
     with pytest.raises(ValueError, match="a region of 100 bytes at 0"):
         copier.add_regions(np.append(addresses, np.uint64(0)), 100)
@@ -172,8 +172,27 @@ def test_regions_of_one_size_are_added_and_removed_together_or_not_at_all(copier
     copier.remove_regions(addresses)
     with pytest.raises(ValueError, match="not inside a region"):
         copier.submit(2, addresses[:1], addresses[1:2], _array(100))
-    with pytest.raises(TypeError, match="memoryviews"):
-        _native.addresses_of([b"not a view"])  # type: ignore[list-item]
+
+
+def test_buffers_stay_in_place_and_are_of_one_size_contiguous_and_writable_where_they_must_be() -> None:
+    room, array, constant = bytearray(100), np.zeros(100, np.uint8), bytes(100)
+    held = _native.Buffers([room, array, constant], 100, writable=False)
+    assert held.addresses([1, 1]).tolist() == [array.ctypes.data] * 2
+    with pytest.raises(IndexError):
+        held.addresses([3])
+    with pytest.raises(BufferError):
+        room.append(0)  # would move it
+    del held
+    room.append(0)
+    for objects, writable, error in (
+        ([constant, bytes(99)], False, ValueError),
+        ([array, constant], True, BufferError),
+        ([np.zeros((100, 2), np.uint8)[:, 0]], False, ValueError),
+        ([3], False, TypeError),
+    ):
+        with pytest.raises(error):
+            _native.Buffers(objects, 100, writable=writable)  # type: ignore[arg-type]
+    array.resize(200, refcheck=False)
 
 
 def test_a_region_added_twice_stays_until_it_is_removed_twice(copier: _native.Copier) -> None:

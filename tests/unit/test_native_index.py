@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -36,6 +37,26 @@ def test_a_granted_slot_is_invisible_until_its_commit() -> None:
         assert store.index.commit(1, NAMESPACE, [(slot, generation, TENANT, key_of(1), b"")]) == [_native.STORED]
         assert table.lookup(NAMESPACE, TENANT, [key_of(1)])[0] == bytes([_native.CPU])
         assert store.index.stats()["granted_bytes"] == 0
+
+
+def test_a_commit_is_waited_for_in_the_slot_and_generation_that_were_granted() -> None:
+    with native_store() as store, ThreadPoolExecutor(1) as waiter:
+        table = store.table()
+        [(slot, generation)] = store.index.grant(1, 64 * KIB, 1)
+        here = (NAMESPACE, TENANT, key_of(1), slot, generation)
+        assert not table.wait_shown(*here, 0.0)
+        waiting = waiter.submit(table.wait_shown, *here, 60.0)
+        assert store.index.commit(1, NAMESPACE, [(slot, generation, TENANT, key_of(1), b"")]) == [_native.STORED]
+        assert waiting.result()
+        for other in (
+            (NAMESPACE, TENANT, key_of(2), slot, generation),
+            (NAMESPACE, OTHER_TENANT, key_of(1), slot, generation),
+            (NAMESPACE, TENANT, key_of(1), slot + 1, generation),
+            (NAMESPACE, TENANT, key_of(1), slot, generation + 1),
+        ):
+            assert not table.wait_shown(*other, 0.0001)
+        table.close()
+        assert not table.wait_shown(*here, 60.0)
 
 
 def test_neither_tenants_nor_namespaces_nor_other_keys_of_the_index_see_each_others_chunks() -> None:

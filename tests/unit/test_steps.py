@@ -72,6 +72,18 @@ class FakeSession:
         self.lose: Callable[[], None] = lambda: None
         self.refusal: KVStoreError | None = None
         self.given_up = threading.Event()
+        self.sent: queue.Queue[store_pb2.StepRequest] = queue.Queue()  # on arena.sock
+        self.takes_steps = True
+        self.on_step: Callable[[bytes], None] | None = None
+
+    def send_step(self, message: bytes) -> bool:
+        if self.takes_steps:
+            self.sent.put(store_pb2.StepRequest.FromString(message))
+        return self.takes_steps
+
+    def answer(self, reply: store_pb2.StepReply) -> None:
+        assert self.on_step is not None
+        self.on_step(reply.SerializeToString())
 
     def give_up(self, refusal: KVStoreError) -> None:
         self.refusal = refusal
@@ -499,34 +511,122 @@ def test_commits_that_the_table_shows_are_not_waited_for_and_their_answer_is_kep
 ) -> None:
     daemon.go_on.clear()
     tickets = [steps.commit(slot, 1, TENANT, key(slot), b"") for slot in range(2)]
-    looks = iter([False, False, True])
-    assert steps.wait(tickets, WAIT_S, shown=lambda: next(looks)) == [Outcome.STORED] * 2
+    assert steps.wait(tickets, WAIT_S, shown=True) == [Outcome.STORED] * 2
     daemon.go_on.set()
     steps.settle(WAIT_S)
     assert not steps._outcomes
     assert not steps._unasked
 
 
-def test_commits_that_the_table_never_shows_have_the_outcome_that_is_answered(daemon: FakeDaemon, steps: Steps) -> None:
+def test_commits_that_the_table_does_not_show_have_the_outcome_that_is_answered(
+    daemon: FakeDaemon, steps: Steps
+) -> None:
     quota = store_pb2.OUTCOME_REJECTED_QUOTA
     daemon.answer = lambda request: store_pb2.StepReply(
         number=request.number, outcomes=[quota for commits in request.commits for _ in commits.keys]
     )
-    looks = 0
-
-    def shown() -> bool:
-        nonlocal looks
-        looks += 1
-        if looks == steps_module.SHOWN_LOOKS:  # the last look: from here on only a notice ends the wait
-            daemon.go_on.set()
-        return False
-
-    daemon.go_on.clear()
     tickets = [steps.commit(1, 1, TENANT, key(1), b"")]
-    assert steps.wait(tickets, WAIT_S, shown=shown) == [Outcome.REJECTED_QUOTA]
-    assert looks == steps_module.SHOWN_LOOKS
+    assert not steps.has_outcome(tickets[0])
+    assert steps.wait(tickets, WAIT_S) == [Outcome.REJECTED_QUOTA]
     assert not steps._outcomes
     assert not steps._unasked
+
+
+def test_a_message_that_is_sent_on_arena_sock_and_answered_there_does_not_go_on_the_stream(
+    daemon: FakeDaemon, session: FakeSession, steps: Steps
+) -> None:
+    steps.settle(WAIT_S)  # the stream is open: whatever is unanswered then goes on it
+    daemon.next()
+    ticket = steps.commit(1, 1, TENANT, key(1), b"")
+    steps.want_grants(2)
+    steps.send()
+    assert not steps.unsent
+    session.answer(grant_all(session.sent.get(timeout=WAIT_S)))
+    assert steps.has_outcome(ticket)
+    assert steps.wait([ticket], WAIT_S) == [Outcome.STORED]
+    assert steps.take_grants(2) == [(0, 2), (1, 2)]
+    steps.settle(WAIT_S)
+    assert daemon.next().number == 3
+    assert daemon.received.empty()
+
+
+@pytest.mark.parametrize("later", ["wait", "flush", "settle", "close", "nothing, and time passes"])
+def test_a_message_that_is_not_answered_on_arena_sock_goes_on_the_stream_before_any_later_one(
+    daemon: FakeDaemon, session: FakeSession, steps: Steps, later: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "DIRECT_S", 0.0 if later.startswith("nothing") else 100 * WAIT_S)
+    if later.startswith("nothing"):
+        monkeypatch.setattr(steps_module, "GRANTS_IDLE_S", 0.01)
+        steps.settle(WAIT_S)  # the sender looks again after that time from now on
+        daemon.next()
+    ticket = steps.commit(1, 1, TENANT, key(1), b"")
+    steps.send()
+    sent = session.sent.get(timeout=WAIT_S)
+    if later == "flush":
+        steps.miss(1)
+        steps.flush()
+    elif later == "settle":
+        steps.settle(WAIT_S)
+    elif later == "close":
+        steps.close()
+    if later == "wait":
+        assert steps.wait([ticket], WAIT_S) == [Outcome.STORED]
+    assert daemon.next() == sent
+    if later in ("flush", "settle"):
+        assert daemon.next().number == sent.number + 1
+    if later in ("flush", "nothing, and time passes"):
+        assert steps.wait([ticket], WAIT_S) == [Outcome.STORED]
+        session.answer(grant_all(sent))  # late, and nobody waits for it
+        assert not steps._outcomes
+
+
+def test_a_message_that_arena_sock_does_not_take_goes_on_the_stream_at_once(
+    daemon: FakeDaemon, session: FakeSession, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "DIRECT_S", 100 * WAIT_S)
+    session.takes_steps = False
+    steps.settle(WAIT_S)  # as above
+    daemon.next()
+    steps.miss(1)
+    steps.send()
+    assert daemon.next().misses == 1
+
+
+def test_while_an_answer_is_missing_nothing_is_sent_on_arena_sock(
+    daemon: FakeDaemon, session: FakeSession, steps: Steps
+) -> None:
+    daemon.go_on.clear()
+    steps.miss(1)
+    steps.flush()
+    assert daemon.next().number == 1
+    ticket = steps.commit(1, 1, TENANT, key(1), b"")
+    steps.send()
+    assert session.sent.empty()
+    daemon.go_on.set()
+    assert steps.wait([ticket], WAIT_S) == [Outcome.STORED]
+
+
+def test_what_was_sent_on_arena_sock_is_left_to_the_next_session_when_this_one_is_lost(
+    session: FakeSession, steps: Steps
+) -> None:
+    ticket = steps.commit(1, 7, TENANT, key(1), b"")
+    steps.send()
+    session.lose()
+    with pytest.raises(Unavailable):
+        steps.wait([ticket], WAIT_S)
+    assert steps._left == [(1, 7)]
+
+
+def test_an_answer_on_arena_sock_that_is_not_understood_ends_the_session_and_every_wait(
+    session: FakeSession, steps: Steps
+) -> None:
+    ticket = steps.commit(1, 1, TENANT, key(1), b"")
+    steps.send()
+    assert session.on_step is not None
+    session.on_step(b"\xff")
+    with pytest.raises(KVStoreError, match="the daemon's answer was not understood"):
+        steps.wait([ticket], WAIT_S)
+    assert session.given_up.is_set()
 
 
 def test_a_full_queue_drops_touches_first_and_then_turns_commits_into_aborts(
