@@ -462,8 +462,7 @@ def _make_runtime_dir(path: Path, group: int | None) -> None:
             if group is not None:
                 _require_open_to(path, found, group)
         # Root may write anywhere but on a read-only file system, so ask by trying.
-        with (path / LOCK_FILE).open("ab"):
-            pass
+        os.close(_open_lock(path / LOCK_FILE))
     except OSError as error:
         raise ConfigurationError(
             f"--runtime-dir {path} cannot be written by uid {os.geteuid()}: {error.strerror}; name a directory that can"
@@ -492,7 +491,7 @@ def _require_open_to(path: Path, found: os.stat_result, group: int) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """The lock file is never unlinked: two daemons could hold locks on two files of one name."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = _open_lock(path)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -508,6 +507,14 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _open_lock(path: Path) -> int:
+    """Whoever may read it may lock it, and so keep the daemon from starting."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with contextlib.suppress(PermissionError):  # it is somebody else's, who could lock it in any case
+        os.fchmod(fd, 0o600)
+    return fd
 
 
 def _clear_stale_socket(path: Path) -> None:
