@@ -407,7 +407,9 @@ class Index:
 
     def lease(self, group: int, refs: Sequence[tuple[int, int]], deadline_ms: int) -> list[bool]: ...
     def release(self, group: int, refs: Sequence[tuple[int, int]]) -> list[bool]: ...
-    def expire_leases(self, now_ms: int) -> int: ...
+    def expire_leases(self, now_ms: int, *, limit: int = ...) -> int:
+        """How many of those whose deadline has passed were ended: `limit` at the most."""
+
     def begin_io(self, slot: int, generation: int) -> bool:
         """The daemon itself reads the chunk's slot, which stays put until as many `end_io`. False: the chunk has gone.
 
@@ -431,9 +433,11 @@ class Index:
     def lookup(self, namespace: bytes, tenant: bytes, keys: Sequence[bytes]) -> bytes:
         """Codes as of `Table.lookup`, full keys compared."""
 
-    def end_leases(self, group: int) -> None: ...
-    def end_group(self, group: int) -> None:
-        """Every process of the group has ended: its grants are free again and its leases are gone."""
+    def end_leases(self, group: int, *, limit: int = ...) -> bool:
+        """The group's, but `limit` at the most. False: there are more."""
+
+    def classes_in_use(self) -> list[int]:
+        """Bytes of the slots of each size class of which some slot is held. Others make way for new ones."""
 
     def begin_removal(
         self,

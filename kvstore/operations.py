@@ -415,10 +415,14 @@ class Operations:
 
     def _places(self) -> Iterator[tuple[bytes, bytes]]:
         """Namespaces and tenants that hold something, each once."""
-        in_memory = dict.fromkeys(row[:2] for row in self._index.usage(None, limit=limits.ROWS_PER_PAGE))
-        yield from in_memory
+        after: tuple[bytes, bytes] | None = None
+        while rows := self._index.usage(after, limit=limits.ROWS_PER_PAGE):
+            yield from (row[:2] for row in rows)
+            after = rows[-1][:2]
         if self._movement is not None:
-            yield from (row[:2] for row in self._movement.fs.usage() if row[:2] not in in_memory)
+            for namespace, tenant, _, _ in self._movement.fs.usage():
+                if not self._index.holds(namespace=namespace, tenant=tenant):
+                    yield namespace, tenant
 
     def _tier_of(self, namespace: bytes, tenant: bytes, key: bytes) -> str:
         if not limits.KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:

@@ -68,6 +68,7 @@ LOCK_FILE = "kvstore.lock"
 INSTANCE_ID_BYTES = 16
 INDEX_KEY_BYTES = 16
 LEASE_SWEEP_S = 1.0
+SOCKET_SWEEP_S = 1.0
 NOTE_USES_S = 60.0  # so exactly is it known after a kill when a namespace was last used
 THREAD_SWITCH_S = 0.0005
 OLD_COLLECTIONS_APART = 1_000  # collections of the middle generation between two of everything
@@ -241,13 +242,10 @@ def _shown(name: str, value: object, source: str) -> str:
 
 
 def _in_background(store: Store, operations: Operations, arena_socket: ArenaSocket) -> list[asyncio.Task[None]]:
-    def sweep() -> None:
-        store.expire_leases(clock_ms())
-        arena_socket.sweep()
-
     return [
         asyncio.create_task(_every(HEARTBEAT_INTERVAL_MS / 1000, store.heartbeat)),
-        asyncio.create_task(_every(LEASE_SWEEP_S, sweep)),
+        asyncio.create_task(_every(LEASE_SWEEP_S, lambda: store.end_what_is_over(clock_ms()), in_slices=True)),
+        asyncio.create_task(_every(SOCKET_SWEEP_S, arena_socket.sweep)),
         asyncio.create_task(_every(QUOTA_ORDER_INTERVAL_S, operations.order_for_quotas)),
         asyncio.create_task(_every(NOTE_USES_S, store.note_uses)),
     ]
@@ -400,13 +398,15 @@ class _Tasks:
             await asyncio.wait(self._running, timeout=STOP_GRACE_S)
 
 
-async def _every(interval_s: float, act: Callable[[], object]) -> None:
+async def _every(interval_s: float, act: Callable[[], object], *, in_slices: bool = False) -> None:
+    """`in_slices`: where `act` says that there is more to do, it goes on with the loop's next turn."""
     while True:
+        more: object = False
         try:
-            act()
+            more = act()
         except Exception:  # a bug, and a border: without the next time no lease would end, and no heartbeat come
             _log.exception("what the daemon does by itself failed in a way that nobody foresaw")
-        await asyncio.sleep(interval_s)
+        await asyncio.sleep(0 if in_slices and more else interval_s)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, act: Callable[[int], None], nbytes: int) -> None:
@@ -462,8 +462,7 @@ def _make_runtime_dir(path: Path, group: int | None) -> None:
             if group is not None:
                 _require_open_to(path, found, group)
         # Root may write anywhere but on a read-only file system, so ask by trying.
-        with (path / LOCK_FILE).open("ab"):
-            pass
+        os.close(_open_lock(path / LOCK_FILE))
     except OSError as error:
         raise ConfigurationError(
             f"--runtime-dir {path} cannot be written by uid {os.geteuid()}: {error.strerror}; name a directory that can"
@@ -492,7 +491,7 @@ def _require_open_to(path: Path, found: os.stat_result, group: int) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """The lock file is never unlinked: two daemons could hold locks on two files of one name."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = _open_lock(path)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -508,6 +507,14 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _open_lock(path: Path) -> int:
+    """Whoever may read it may lock it, and so keep the daemon from starting."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with contextlib.suppress(PermissionError):  # it is somebody else's, who could lock it in any case
+        os.fchmod(fd, 0o600)
+    return fd
 
 
 def _clear_stale_socket(path: Path) -> None:

@@ -30,6 +30,7 @@ import secrets
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, cast
 
 from google.protobuf.message import DecodeError
@@ -235,8 +236,8 @@ class Store:
         self._sessions: dict[bytes, Session] = {}  # by token; connected, or with a process that holds grants
         self._groups: dict[str, Group] = {}
         self._groups_made = 0
+        self._ending: deque[Group] = deque()  # whose leases, or grants, are so many that they end a slice at a time
         self._namespaces: OrderedDict[bytes, str] = OrderedDict()  # id -> document, oldest first
-        self._size_classes: set[int] = set()
         self._probes: dict[tuple[str, str], bytes] = {}
         self._granted_bytes = 0
         self.counts = Counts()
@@ -293,6 +294,7 @@ class Store:
             self._forget_if_done(group)
             raise
 
+        size_classes = self._size_classes()
         session.role = request.role
         session.rank = request.rank
         session.ranges = tuple((kind.range_offset, kind.range_bytes) for kind in request.kinds)
@@ -300,8 +302,7 @@ class Store:
         if request.role != store_pb2.ROLE_SCHEDULER and not group.kinds:
             group.kinds = [Kind.of(number, brought) for number, brought in enumerate(request.kinds)]
             for kind in group.kinds:
-                if kind.slot_bytes not in self._size_classes:
-                    self._size_classes.add(kind.slot_bytes)
+                if kind.slot_bytes not in size_classes:
                     self._tier.warn_if_table_is_short(kind.slot_bytes)
                 self._keep_document(kind.namespace, kind.document)
         group.sessions.add(session)
@@ -323,9 +324,9 @@ class Store:
         self._last_uses.used(_namespaces_of([group]))
         group.sessions.discard(session)
         if not group.sessions:
-            self._index.end_leases(group.number)
             if self._movement is not None:
                 self._movement.forget_group(group.number)
+            self._end(group)
         self._announce(group)
         self._forget_if_done(group)
 
@@ -506,8 +507,8 @@ class Store:
         self._learned.update((kind, dict(documents)) for kind, documents in learned.items())
 
     def lookup(self, request: store_pb2.LookupRequest) -> Iterator[bytes]:
-        """One code of `kvstore._native` per key, in slices; anything may be called in between. BadKey, ProtocolError,
-        LimitExceeded: before the first."""
+        """One code of `kvstore._native` per key, in slices; anything may be called in between. ProtocolError,
+        LimitExceeded: before the first. BadKey: in any."""
         if len(request.namespace_id) != 16 or len(request.tenant) != TENANT_ID_BYTES:
             raise ProtocolError(
                 f"a lookup names a namespace and a tenant of 16 bytes, not of {len(request.namespace_id)} and "
@@ -515,13 +516,17 @@ class Store:
             )
         if len(request.keys) > limits.KEYS_PER_CALL_MAX:
             raise LimitExceeded(f"{len(request.keys)} keys in one lookup; at most {limits.KEYS_PER_CALL_MAX}")
-        require_keys(request.keys)
         for first in range(0, len(request.keys), limits.LISTING_STEPS_PER_SLICE):
             keys = request.keys[first : first + limits.LISTING_STEPS_PER_SLICE]
+            require_keys(keys)
             yield self._index.lookup(request.namespace_id, request.tenant, keys)
 
-    def expire_leases(self, now_ms: int) -> None:
-        self._index.expire_leases(now_ms)
+    def end_what_is_over(self, now_ms: int) -> bool:
+        """One slice of leases whose time is over, and of what those held who have ended. False: that was the last."""
+        if self._ending and self._ended(self._ending[0]):
+            self._ending.popleft()
+        expired = self._index.expire_leases(now_ms, limit=limits.LEASES_ENDED_PER_SLICE)
+        return bool(self._ending) or expired == limits.LEASES_ENDED_PER_SLICE
 
     def heartbeat(self) -> None:
         self._index.heartbeat()
@@ -544,7 +549,8 @@ class Store:
 
     def _problems_of_sums(self) -> list[str]:
         problems = self._index.problems_of_sums()
-        granted = sum(grant.kind.slot_bytes for group in self._groups.values() for grant in group.granted.values())
+        groups = {*self._groups.values(), *self._ending}
+        granted = sum(grant.kind.slot_bytes for group in groups for grant in group.granted.values())
         index_granted = self._index.stats()["granted_bytes"]
         if self._movement is not None:
             index_granted -= self._movement.promoting_bytes
@@ -556,10 +562,11 @@ class Store:
         for group in self._groups.values():
             if not group.sessions and not group.granted:
                 problems.append(f"group {group.name} has neither a session nor a grant and is still kept")
-            if sum(kind.granted for kind in group.kinds) != len(group.granted):
-                problems.append(f"group {group.name} holds {len(group.granted)} grants, and counts others by kind")
             if not group.sessions <= group.processes:
                 problems.append(f"group {group.name} has a session of a process that has ended")
+        for group in groups:
+            if sum(kind.granted for kind in group.kinds) != len(group.granted):
+                problems.append(f"group {group.name} holds {len(group.granted)} grants, and counts others by kind")
         return problems
 
     # -- namespaces ----------------------------------------------------------------------------------------------
@@ -607,7 +614,7 @@ class Store:
             raise ProtocolError(
                 f"a {ROLE_NAMES[request.role]} brings 1 to {most} kinds of chunks, not {len(request.kinds)}"
             )
-        classes = set(self._size_classes)
+        classes = self._size_classes()
         for kind in request.kinds:
             self._require_document(kind, request.seed_fingerprint)
             self._require_size_class(kind.chunk_bytes, classes)
@@ -639,6 +646,11 @@ class Store:
                 f"{seed_fingerprint.hex()!r}"
             )
 
+    def _size_classes(self) -> set[int]:
+        """Of the chunks of all groups, and of those that are here. Nothing else needs one."""
+        of_groups = {kind.slot_bytes for group in self._groups.values() for kind in group.kinds}
+        return of_groups.union(self._index.classes_in_use())
+
     def _require_size_class(self, chunk_bytes: int, classes: set[int]) -> None:
         """`classes`: those in use; the chunk's is added."""
         # The arena is whole slots. Of a number near the end of 64 bits there is no size class to ask for.
@@ -651,8 +663,8 @@ class Store:
         if len(classes) > limits.SIZE_CLASSES_MAX:
             raise LimitExceeded(
                 f"chunks of {chunk_bytes} bytes would be size class {len(classes)} of this arena, which takes "
-                f"{limits.SIZE_CLASSES_MAX}; use a chunk size that another engine of this node uses, or restart "
-                "the daemon"
+                f"{limits.SIZE_CLASSES_MAX}; use a chunk size that another engine of this node uses, or remove the "
+                "chunks of namespaces that no engine uses any more (kvstore ls namespaces, gc, evict --namespace)"
             )
 
     def _group_to_join(self, request: store_pb2.AttachRequest) -> Group:
@@ -687,11 +699,25 @@ class Store:
             for session in group.processes - group.sessions:
                 group.processes.discard(session)
                 self._sessions.pop(session.token, None)
-        if not group.processes:
-            self._granted_bytes -= group.granted_bytes()
-            group.granted.clear()
-            self._index.end_group(group.number)
-            self._groups.pop(group.name, None)
+        if not group.processes and self._groups.get(group.name) is group:
+            del self._groups[group.name]
+            self._end(group)
+
+    def _end(self, group: Group) -> None:
+        """What it holds, as far as nobody is left who may use it: the first slice of that now."""
+        if group not in self._ending and not self._ended(group):
+            self._ending.append(group)
+
+    def _ended(self, group: Group) -> bool:
+        """One slice. True: it was the last, or somebody has come back."""
+        if group.sessions:
+            return True
+        if not self._index.end_leases(group.number, limit=limits.LEASES_ENDED_PER_SLICE):
+            return False
+        if group.processes:
+            return True
+        self._abort(group, list(islice(group.granted, limits.GRANTS_ENDED_PER_SLICE)))
+        return not group.granted
 
     def _announce(self, group: Group) -> None:
         for session in group.sessions:
@@ -957,6 +983,9 @@ def _require_well_formed(
         raise ProtocolError(f"message number {request.number} after {last_number}")
     if len(request.decisions) > limits.DECISIONS_PER_STEP_MAX or len(request.learned) > limits.LEARNED_PER_STEP_MAX:
         raise LimitExceeded(f"{len(request.decisions)} decisions and {len(request.learned)} documents in one message")
+    refused_bytes = sum(len(decision.refused) for decision in request.decisions)
+    if refused_bytes > limits.REFUSED_BYTES_PER_STEP + limits.DECISION_BYTES_MAX:
+        raise LimitExceeded(f"{refused_bytes} bytes of refused keys in one message")
     for learned in request.learned:
         nbytes = len(learned.name.encode()) + len(learned.document.encode())
         if nbytes > limits.LEARNED_DOCUMENT_BYTES_MAX:

@@ -960,8 +960,11 @@ NB_MODULE(_native, m) {
             },
             "group"_a, "refs"_a)
         .def(
-            "expire_leases", [](PyIndex& self, std::uint64_t now_ms) { return self.index.expire_leases(now_ms); },
-            "now_ms"_a)
+            "expire_leases",
+            [](PyIndex& self, std::uint64_t now_ms, std::size_t limit) {
+                return self.index.expire_leases(now_ms, limit);
+            },
+            "now_ms"_a, nb::kw_only(), "limit"_a = SIZE_MAX)
         .def(
             "begin_io",
             [](PyIndex& self, std::uint32_t slot, std::uint64_t generation) {
@@ -1011,9 +1014,10 @@ NB_MODULE(_native, m) {
             "namespace"_a, "tenant"_a, "keys"_a, "now_ms"_a = 0, nb::kw_only(), "again"_a = 0)
         .def("lookup", &PyIndex::lookup, "namespace"_a, "tenant"_a, "keys"_a)
         .def(
-            "end_leases", [](PyIndex& self, std::uint64_t group) { self.index.end_leases(group); }, "group"_a)
-        .def(
-            "end_group", [](PyIndex& self, std::uint64_t group) { self.index.end_group(group); }, "group"_a)
+            "end_leases",
+            [](PyIndex& self, std::uint64_t group, std::size_t limit) { return self.index.end_leases(group, limit); },
+            "group"_a, nb::kw_only(), "limit"_a = SIZE_MAX)
+        .def("classes_in_use", [](const PyIndex& self) { return self.index.classes_in_use(); })
         .def("begin_removal", &PyIndex::begin_removal, nb::kw_only(), "namespace"_a = nb::none(),
              "tenant"_a = nb::none(), "used_before_ms"_a = nb::none(), "nbytes"_a = nb::none(), "dry_run"_a = false)
         .def(

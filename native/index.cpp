@@ -35,6 +35,7 @@ Index::Index(std::shared_ptr<Mapping> table, std::shared_ptr<Mapping> arena, std
 
 std::vector<Ref> Index::grant(std::uint64_t group, std::uint64_t chunk_bytes, std::size_t count) {
     const std::uint64_t bytes = class_bytes_of(chunk_bytes);
+    if (slabs_.class_count() == SIZE_CLASSES_MAX && !slabs_.knows(bytes)) give_back_idle_class();
     slabs_.require_class(bytes);
     std::vector<Ref> granted;
     Move move;
@@ -255,26 +256,31 @@ std::vector<bool> Index::lease(std::uint64_t group, std::span<const Ref> refs, s
             leased.push_back(false);
             continue;
         }
-        const auto [held, first] = groups_[group].leases.insert_or_assign(ref.slot, Lease{ref.generation, deadline_ms});
+        const auto [held, first] = groups_[group].leases.try_emplace(ref.slot);
         if (first) {
             unlist(number);
             if (record.leases == 0) pinned_bytes_ += bytes;
             if (!is_held(record)) ++slabs_.slab_of(ref.slot).held;
             ++record.leases;
-            ++lease_count_;
+        } else {
+            lease_ends_.erase(held->second.end);
         }
-        earliest_deadline_ms_ = std::min(earliest_deadline_ms_, deadline_ms);
+        // Most end last, for all have the same time.
+        const auto end = lease_ends_.insert(lease_ends_.end(), {deadline_ms, group, ref.slot});
+        held->second = {ref.generation, end};
         leased.push_back(true);
     }
     return leased;
 }
 
-void Index::drop_lease(std::uint32_t slot) {
+void Index::drop_lease(Group& group, std::unordered_map<std::uint32_t, Lease>::iterator lease) {
+    const std::uint32_t slot = lease->first;
+    lease_ends_.erase(lease->second.end);
+    group.leases.erase(lease);
     const Slot* held = slabs_.find(slot);
     assert(held != nullptr && held->holder == Slot::Holder::CHUNK && "a leased slot lost its chunk");
     Record& record = records_[held->owner];
     assert(record.leases > 0);
-    --lease_count_;
     --record.leases;
     if (record.leases > 0) return;
     pinned_bytes_ -= class_bytes(slot);
@@ -320,10 +326,7 @@ std::vector<bool> Index::release(std::uint64_t group, std::span<const Ref> refs)
         if (found != groups_.end()) {
             const auto lease = found->second.leases.find(ref.slot);
             held = lease != found->second.leases.end() && lease->second.generation == ref.generation;
-            if (held) {
-                found->second.leases.erase(lease);
-                drop_lease(ref.slot);
-            }
+            if (held) drop_lease(found->second, lease);
         }
         released.push_back(held);
     }
@@ -331,44 +334,25 @@ std::vector<bool> Index::release(std::uint64_t group, std::span<const Ref> refs)
     return released;
 }
 
-std::size_t Index::expire_leases(std::uint64_t now_ms) {
-    if (now_ms < earliest_deadline_ms_) return 0;
+std::size_t Index::expire_leases(std::uint64_t now_ms, std::size_t limit) {
     std::size_t expired = 0;
-    earliest_deadline_ms_ = UINT64_MAX;
-    for (auto group = groups_.begin(); group != groups_.end();) {
-        auto& leases = group->second.leases;
-        for (auto lease = leases.begin(); lease != leases.end();) {
-            if (lease->second.deadline_ms > now_ms) {
-                earliest_deadline_ms_ = std::min(earliest_deadline_ms_, lease->second.deadline_ms);
-                ++lease;
-                continue;
-            }
-            drop_lease(lease->first);
-            lease = leases.erase(lease);
-            ++expired;
-        }
-        const bool idle = leases.empty() && group->second.grants.empty();
-        group = idle ? groups_.erase(group) : std::next(group);
+    for (; expired < limit && !lease_ends_.empty() && lease_ends_.begin()->deadline_ms <= now_ms; ++expired) {
+        const LeaseEnd end = *lease_ends_.begin();
+        Group& group = groups_.at(end.group);
+        drop_lease(group, group.leases.find(end.slot));
+        forget_if_idle(end.group);
     }
     return expired;
 }
 
-void Index::end_leases(std::uint64_t group) {
+bool Index::end_leases(std::uint64_t group, std::size_t limit) {
     const auto found = groups_.find(group);
-    if (found == groups_.end()) return;
-    for (const auto& [slot, lease] : found->second.leases) drop_lease(slot);
-    found->second.leases.clear();
+    if (found == groups_.end()) return true;
+    auto& leases = found->second.leases;
+    for (; limit > 0 && !leases.empty(); --limit) drop_lease(found->second, leases.begin());
+    const bool ended = leases.empty();
     forget_if_idle(group);
-}
-
-void Index::end_group(std::uint64_t group) {
-    end_leases(group);
-    const auto found = groups_.find(group);
-    if (found == groups_.end()) return;
-    std::vector<std::uint32_t> slots(found->second.grants.begin(), found->second.grants.end());
-    std::sort(slots.begin(), slots.end());  // the order of the free list does not depend on a hash
-    for (const std::uint32_t slot : slots) drop_grant(group, slot);
-    groups_.erase(group);
+    return ended;
 }
 
 // ---- Eviction ----
@@ -434,11 +418,25 @@ void Index::move_slabs(const Window& window) {
             if (slab.slots[place].holder == Slot::Holder::CHUNK) {
                 evict(static_cast<std::uint32_t>(slab.slots[place].owner), Cause::SLAB);
             }
-            // Bytes of this slot will be parts of others, with generations of their own.
-            table_.raise_generation(slabs_.number(slab, place));
         }
+        raise_generations(slab);
         slabs_.dissolve(first_unit);
     }
+}
+
+// Bytes of its slots will be parts of others, with generations of their own.
+void Index::raise_generations(const Slab& slab) {
+    for (std::uint32_t place = 0; place < slab.carved; ++place) table_.raise_generation(slabs_.number(slab, place));
+}
+
+void Index::give_back_idle_class() {
+    const auto idle = slabs_.idle_class();
+    if (!idle) return;
+    for (const auto& slab : slabs_.slabs()) {
+        if (slab && slab->class_bytes == *idle) raise_generations(*slab);
+    }
+    slabs_.forget_class(*idle);
+    leaves_.erase(*idle);
 }
 
 void Index::evict(std::uint32_t number, Cause cause) {
@@ -682,6 +680,20 @@ void Index::Scopes::take_chunk(std::uint32_t number, std::uint64_t nbytes) {
     free_.push_back(number);
 }
 
+std::uint64_t Index::Scopes::bytes_of(const Id& tenant) const {
+    Id last;
+    last.fill(std::byte{0xff});
+    std::uint64_t bytes = 0;
+    // From namespace to namespace: of those there are few, and of tenants there may be very many.
+    for (auto at = numbers_.begin(); at != numbers_.end();) {
+        const Id name_space = at->first.name_space;
+        const auto found = numbers_.find({name_space, tenant});
+        if (found != numbers_.end()) bytes += usage_[found->second].bytes;
+        at = numbers_.upper_bound({name_space, last});
+    }
+    return bytes;
+}
+
 bool Index::holds(const Selection& what) const {
     const auto& numbers = scopes_.numbers();
     if (what.name_space && what.tenant) return numbers.contains({*what.name_space, *what.tenant});
@@ -876,7 +888,7 @@ std::vector<std::pair<const char*, std::uint64_t>> Index::stats() const {
         {"pinned_bytes", pinned_bytes_},
         {"chunks", chunk_count_},
         {"grants", grant_count_},
-        {"leases", lease_count_},
+        {"leases", lease_ends_.size()},
         {"evictions", eviction_count_},
         {"ghosts", policy_.ghost_count()},
         {"unwritten_evictions", unwritten_eviction_count_},
@@ -952,14 +964,14 @@ std::vector<std::string> Index::problems_of_sums() const {
         for (const auto& [slot, lease] : holds.leases) {
             ++leases;
             ++leases_of[slot];
-            if (lease.deadline_ms < earliest_deadline_ms_) add("a lease ends before the earliest deadline");
+            if (lease.end->group != group || lease.end->slot != slot) add("a lease's end is another's");
             if (table_.generation(slot) != lease.generation) {
                 add("slot " + std::to_string(slot) + " is leased in a generation that it no longer has");
             }
         }
     }
     expect("groups' grants", group_grants, grant_count_);
-    expect("leases", leases, lease_count_);
+    expect("leases", leases, lease_ends_.size());
 
     // Records, and the order in which they go.
     std::size_t evictable = 0, listed = 0;
@@ -991,7 +1003,7 @@ std::vector<std::string> Index::problems_of_sums() const {
         const Record& record = records_[number];
         if (record.live) expect("a chunk's children", children[number], record.children);
     }
-    expect("chunks' leases", chunks_leases, lease_count_);
+    expect("chunks' leases", chunks_leases, lease_ends_.size());
     for (const auto& [slot, count] : leases_of) {
         const Slot* held = const_cast<Slabs&>(slabs_).find(slot);
         const bool is_chunk = held != nullptr && held->holder == Slot::Holder::CHUNK && held->owner < records_.size();

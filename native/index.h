@@ -2,8 +2,8 @@
 //
 // One thread, the daemon's event loop; no I/O and no clock: deadlines and times are arguments. It is the only writer of
 // the table, whose readers see a change as soon as it is made. Answers are facts about now; nothing here waits. If a
-// client dies, the caller says so with `end_group`; if the daemon dies, all of this is gone and the table's readers are
-// told by their own connection.
+// client dies, the caller ends its leases and aborts its grants; if the daemon dies, all of this is gone and the
+// table's readers are told by their own connection.
 //
 // A slot's life: free -> granted to a group (generation raised) -> committed: it holds a chunk -> evicted: free.
 //                                                              `-> aborted, or the group ended: free
@@ -151,7 +151,10 @@ class Index {
         table_.set_ready(nbytes);
     }
 
+    // std::invalid_argument: of a size class that is one too many.
     std::vector<Ref> grant(std::uint64_t group, std::uint64_t chunk_bytes, std::size_t count);
+    // Of which some slot is held, by whomever. Others make way for new ones.
+    std::vector<std::uint64_t> classes_in_use() const { return slabs_.classes_in_use(); }
     // `is_use`: each commit is the use of its chunk by the request that brought it.
     std::vector<CommitCode> commit(std::uint64_t group, const Id& name_space, std::span<const Commit> commits,
                                    std::uint64_t now_ms, bool is_use = true);
@@ -159,9 +162,10 @@ class Index {
 
     std::vector<bool> lease(std::uint64_t group, std::span<const Ref> refs, std::uint64_t deadline_ms);
     std::vector<bool> release(std::uint64_t group, std::span<const Ref> refs);
-    std::size_t expire_leases(std::uint64_t now_ms);
-    void end_leases(std::uint64_t group);
-    void end_group(std::uint64_t group);
+    // Those whose deadline has passed, but no more than `limit`. How many.
+    std::size_t expire_leases(std::uint64_t now_ms, std::size_t limit);
+    // The group's, but no more than `limit`. False: there are more.
+    bool end_leases(std::uint64_t group, std::size_t limit);
 
     // The daemon reads the chunk's slot by itself: it stays put, leased or not, until as many `end_io` calls. False:
     // the chunk has gone. These do not count towards what may be leased; the caller bounds them.
@@ -196,8 +200,9 @@ class Index {
     // the excess. A commit over the quota evicts the tenant's own least recently used chunks, or is refused.
     // Returns what they take now.
     std::uint64_t set_quota(const Id& tenant, std::optional<std::uint64_t> nbytes);
-    // A tenant's order of eviction begins with its first quota: looks for its chunks at `steps` records. False: there
-    // are more to look at. Until then a commit over the quota may evict another chunk than the oldest, or be refused.
+    // A tenant's order of eviction begins with its first quota: looks for its chunks at `steps` records, or drops so
+    // much of the order of a tenant that has none any more. False: there is more to do. Until then a commit over the
+    // quota may evict another chunk than the oldest, or be refused.
     bool order_for_quotas(std::size_t steps);
 
     // Head first. One request is one use of each chunk: those `again` at the head it has used before, which makes them
@@ -265,9 +270,15 @@ class Index {
         std::uint32_t unseen = 0;  // the first record that `leaves` may lack, if it was listed before the quota; or the
                                    // end
     };
+    struct LeaseEnd {
+        std::uint64_t deadline_ms;
+        std::uint64_t group;
+        std::uint32_t slot;
+        auto operator<=>(const LeaseEnd&) const = default;
+    };
     struct Lease {
         std::uint64_t generation;
-        std::uint64_t deadline_ms;
+        std::set<LeaseEnd>::iterator end;
     };
     struct Group {
         std::unordered_set<std::uint32_t> grants;
@@ -279,6 +290,7 @@ class Index {
         std::uint32_t add_chunk(const Scope& scope, std::uint64_t nbytes);
         void take_chunk(std::uint32_t number, std::uint64_t nbytes);
         void count_in_lower(std::uint32_t number, bool is) { usage_[number].in_lower += is ? 1 : -1; }
+        std::uint64_t bytes_of(const Id& tenant) const;
         const Usage& operator[](std::uint32_t number) const { return usage_[number]; }
         const std::map<Scope, std::uint32_t>& numbers() const { return numbers_; }
         const std::map<Id, std::uint64_t>& tenants() const { return tenants_; }  // how many namespaces each is in
@@ -323,6 +335,8 @@ class Index {
     bool make_room(std::uint64_t class_bytes, Move& move);
     void find_newest(Slab& slab) const;
     void move_slabs(const Window& window);
+    void raise_generations(const Slab& slab);
+    void give_back_idle_class();
     bool make_room_in_table();
     bool make_place(const Digest& digest, std::uint32_t kept);
     void evict(std::uint32_t record, Cause cause);
@@ -358,7 +372,7 @@ class Index {
 
     void end_grant(std::uint64_t group, std::uint32_t slot);  // bookkeeping only; the slot is the caller's
     void drop_grant(std::uint64_t group, std::uint32_t slot);
-    void drop_lease(std::uint32_t slot);
+    void drop_lease(Group& group, std::unordered_map<std::uint32_t, Lease>::iterator lease);
     void forget_if_idle(std::uint64_t group);
     std::uint64_t class_bytes(std::uint32_t slot) const { return slabs_.slab_of(slot).class_bytes; }
     bool holds_poison(std::uint32_t slot) const;
@@ -377,17 +391,17 @@ class Index {
     std::map<std::uint64_t, Leaves> leaves_;           // by class_bytes
     std::unordered_map<std::uint64_t, Group> groups_;  // those that hold something
     std::map<Id, Quota> quotas_;                       // by tenant
+    std::vector<std::set<OwnLeaf>> dropped_orders_;    // of quotas that there are no more
     Scopes scopes_;
     std::deque<Epoch> epochs_;  // newest last; the oldest are forgotten by saying that they covered everything
     std::uint32_t epoch_ = 0;   // of the newest removal
     std::uint32_t everything_epoch_ = 0;  // of the newest removal that may have covered everything
     std::uint64_t tick_ = 0;
-    std::uint64_t earliest_deadline_ms_ = UINT64_MAX;  // no lease ends before it
+    std::set<LeaseEnd> lease_ends_;
     std::uint64_t used_bytes_ = 0;
     std::uint64_t granted_bytes_ = 0;
     std::uint64_t pinned_bytes_ = 0;
     std::uint64_t grant_count_ = 0;
-    std::uint64_t lease_count_ = 0;
     std::uint64_t chunk_count_ = 0;
     std::uint64_t io_bytes_ = 0;     // of slots with I/O
     std::uint64_t lower_count_ = 0;  // entries of the table without a record

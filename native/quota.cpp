@@ -10,22 +10,30 @@ constexpr int EVICTIONS_PER_COMMIT_MAX = 64;
 
 std::uint64_t Index::set_quota(const Id& tenant, std::optional<std::uint64_t> nbytes) {
     if (!nbytes) {
-        quotas_.erase(tenant);
+        const auto found = quotas_.find(tenant);
+        if (found == quotas_.end()) return 0;
+        dropped_orders_.push_back(std::move(found->second.leaves));  // as long as the tenant has chunks: not at once
+        quotas_.erase(found);
         return 0;
     }
     const auto [at, added] = quotas_.try_emplace(tenant);
     Quota& quota = at->second;
     quota.nbytes = *nbytes;
     if (!added) return quota.used;
-    for (const auto& [scope, number] : scopes_.numbers()) {
-        if (scope.tenant == tenant) quota.used += scopes_[number].bytes;
-    }
+    quota.used = scopes_.bytes_of(tenant);
     // What is listed from here on is entered by `list`.
     quota.unseen = quota.used == 0 ? NO_RECORD : 0;
     return quota.used;
 }
 
 bool Index::order_for_quotas(std::size_t steps) {
+    for (; !dropped_orders_.empty(); dropped_orders_.pop_back()) {
+        auto& leaves = dropped_orders_.back();
+        for (; !leaves.empty(); --steps) {
+            if (steps == 0) return false;
+            leaves.erase(leaves.begin());
+        }
+    }
     for (auto& [tenant, quota] : quotas_) {
         for (; quota.unseen < records_.size(); ++quota.unseen, --steps) {
             if (steps == 0) return false;

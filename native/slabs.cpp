@@ -96,15 +96,38 @@ void Slabs::require_class(std::uint64_t class_bytes) {
     classes_[class_bytes].run_units = run_units_for(class_bytes);
 }
 
+std::vector<std::uint64_t> Slabs::classes_in_use() const {
+    std::vector<std::uint64_t> found;
+    for (const auto& [class_bytes, known] : classes_) {
+        if (known.in_use > 0) found.push_back(class_bytes);
+    }
+    return found;
+}
+
+std::optional<std::uint64_t> Slabs::idle_class() const {
+    for (const auto& [class_bytes, known] : classes_) {
+        if (known.in_use == 0) return class_bytes;
+    }
+    return std::nullopt;
+}
+
+void Slabs::forget_class(std::uint64_t class_bytes) {
+    assert(classes_.at(class_bytes).in_use == 0);
+    classes_.erase(class_bytes);
+    for (auto& slab : slabs_) {
+        if (slab && slab->class_bytes == class_bytes) give_up(slab);
+    }
+}
+
 std::optional<std::uint32_t> Slabs::take(std::uint64_t class_bytes) {
     Class& known = classes_.at(class_bytes);
-    if (const auto slot = carve(known)) return slot;
-    if (known.free.size() <= FREE_SLOTS_RESTING && add_slab(class_bytes, known)) {
-        if (const auto slot = carve(known)) return slot;
+    auto slot = carve(known);
+    if (!slot && known.free.size() <= FREE_SLOTS_RESTING && add_slab(class_bytes, known)) slot = carve(known);
+    if (!slot && !known.free.empty()) {
+        slot = known.free.front();
+        known.free.pop_front();
     }
-    if (known.free.empty()) return std::nullopt;
-    const std::uint32_t slot = known.free.front();
-    known.free.pop_front();
+    if (slot) ++known.in_use;
     return slot;
 }
 
@@ -202,16 +225,23 @@ void Slabs::dissolve(std::uint32_t first_unit) {
     Class& known = classes_.at(slab.class_bytes);
     std::erase_if(known.free, [this, first_unit](std::uint32_t slot) { return slot / slots_per_unit_ == first_unit; });
     std::erase(known.open, first_unit);
-    std::fill_n(owner_.begin() + first_unit, slab.units, NO_UNIT);
-    free_units_ += slab.units;
-    slabs_[first_unit].reset();
+    give_up(slabs_[first_unit]);
+}
+
+// Its units are free; the class's lists are the caller's.
+void Slabs::give_up(std::unique_ptr<Slab>& slab) {
+    std::fill_n(owner_.begin() + slab->first_unit, slab->units, NO_UNIT);
+    free_units_ += slab->units;
+    slab.reset();
 }
 
 void Slabs::give_back(std::uint32_t slot) {
     Slot* held = find(slot);
     assert(held != nullptr && held->holder != Slot::Holder::NOBODY);
     *held = Slot{};
-    classes_.at(slab_of(slot).class_bytes).free.push_back(slot);
+    Class& known = classes_.at(slab_of(slot).class_bytes);
+    --known.in_use;
+    known.free.push_back(slot);
 }
 
 void Slabs::set_prefaulted(std::uint64_t nbytes) {
@@ -238,7 +268,7 @@ std::uint64_t Slabs::offset(std::uint32_t slot) const {
 std::vector<std::string> Slabs::problems() const {
     std::vector<std::string> problems;
     std::vector<std::uint32_t> owner(owner_.size(), NO_UNIT);
-    std::map<std::uint64_t, std::size_t> free_count;
+    std::map<std::uint64_t, std::size_t> free_count, held_count;
     for (const auto& slab : slabs_) {
         if (!slab) continue;
         const std::string name = "the slab at unit " + std::to_string(slab->first_unit);
@@ -264,6 +294,7 @@ std::vector<std::string> Slabs::problems() const {
             const bool nobody = slab->slots[place].holder == Slot::Holder::NOBODY;
             if (place >= slab->carved && !nobody) problems.push_back(name + " has a holder of a slot never handed out");
             if (place < slab->carved && nobody) ++free_count[slab->class_bytes];
+            if (!nobody) ++held_count[slab->class_bytes];
         }
     }
     if (owner != owner_) problems.push_back("units and slabs disagree about who owns which");
@@ -280,6 +311,10 @@ std::vector<std::string> Slabs::problems() const {
             if (held == nullptr || held->holder != Slot::Holder::NOBODY || slab_of(slot).class_bytes != class_bytes) {
                 problems.push_back(name + " lists slot " + std::to_string(slot) + " as free, which it is not");
             }
+        }
+        if (known.in_use != held_count[class_bytes]) {
+            problems.push_back(name + " counts " + std::to_string(known.in_use) + " slots in use of " +
+                               std::to_string(held_count[class_bytes]));
         }
         if (known.free.size() != free_count[class_bytes]) {
             problems.push_back(name + " lists " + std::to_string(known.free.size()) + " free slots of " +

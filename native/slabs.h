@@ -67,6 +67,10 @@ class Slabs {
     // The slot's holder becomes NOBODY; it is handed out again after all that were free before it.
     void give_back(std::uint32_t slot);
     std::size_t class_count() const { return classes_.size(); }
+    bool knows(std::uint64_t class_bytes) const { return classes_.contains(class_bytes); }
+    std::vector<std::uint64_t> classes_in_use() const;  // of which somebody holds a slot
+    std::optional<std::uint64_t> idle_class() const;    // one of which nobody does
+    void forget_class(std::uint64_t class_bytes);       // an idle one, with its slabs
     // Units of other classes' slabs, without grants and leases, whose newest chunk is the oldest; every slab's `newest`
     // must be known. All slabs that reach into it would have to be dissolved.
     std::optional<Window> oldest_window(std::uint64_t class_bytes) const;
@@ -92,12 +96,14 @@ class Slabs {
   private:
     struct Class {
         std::uint32_t run_units = 0;
+        std::size_t in_use = 0;  // slots that somebody holds
         std::deque<std::uint32_t> free;
         std::vector<std::uint32_t> open;  // first units of slabs with slots that were never handed out
     };
     std::uint32_t run_units_for(std::uint64_t class_bytes) const;
     std::uint64_t run_bytes(std::uint32_t first_unit, std::uint32_t units) const;
     std::optional<std::uint32_t> carve(Class& known);
+    void give_up(std::unique_ptr<Slab>& slab);
     bool add_slab(std::uint64_t class_bytes, Class& known);
     std::optional<std::uint64_t> newest_if_movable(std::uint32_t first_unit, std::uint32_t units,
                                                    std::uint64_t class_bytes) const;

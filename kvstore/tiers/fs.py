@@ -17,7 +17,8 @@ What orders them
                 reported (fs_removal). Zeroed are also idle slots that still bear a header of what is removed (`ghosts`:
                 an eviction leaves it there, a failed write may have), and what a running write was going to overwrite,
                 should it fail.
-    retire      all chunks of a slab out of the catalog -> commit -> another epoch in its header, synced -> unlinked
+    retire      no slot of the slab is handed out -> all its chunks out of the catalog, a slice at a time -> commit ->
+                another epoch in its header, synced -> unlinked
     stop        I/O has returned -> last commit -> ghosts zeroed -> LMDB synced -> STATE says clean
 A slot with I/O is neither freed, evicted nor rewritten until that I/O has returned: a write's slot is `taken`, a read's
 chunk has a reader. Past its deadline a request is answered LATE; slot and memory stay busy until the call is back.
@@ -327,8 +328,8 @@ class FsTier:
                 yield *owner, usage.chunks, usage.nbytes
 
     def holds(self, namespace: bytes | None, tenant: bytes | None) -> bool:
-        """Whether any chunk is of this namespace and tenant (None: any)."""
-        return any(namespace in (None, owner[0]) and tenant in (None, owner[1]) for owner in self._catalog.usage)
+        """See `Catalog.holds`."""
+        return self._catalog.holds(namespace, tenant)
 
     @property
     def sick(self) -> str | None:
@@ -505,7 +506,7 @@ class FsTier:
             self._catalog.foreign_bytes = look.foreign_bytes
         for slab in list(self._catalog.slabs.values()):
             # Its bytes are still taken, and nothing there would survive.
-            if slab.fd in look.unlinked_fds and slab.idle:
+            if slab.fd in look.unlinked_fds and slab.idle and not slab.withdrawn:
                 log.warning("%s: the file of slab %d was removed", self._directory.path, slab.number)
                 self._writes.retire(slab, self._writes.pump_all)
         self._shrink()

@@ -124,6 +124,7 @@ class Slab:
     reading: int = 0  # slots read from, once for each reader
     newest: int = 0  # the highest tick of a chunk that lies or lay here
     fresh_from: int = 0  # slots from here on are free and were never used
+    withdrawn: bool = False  # it will be removed: none of its slots is handed out any more
 
     @property
     def slot_bytes(self) -> int:
@@ -225,6 +226,7 @@ class Catalog:
         self.entries: dict[ChunkId, Entry] = {}
         self.on_change: Callable[[ChunkId, bool], None] | None = None  # held (True) or forgotten
         self.usage: dict[tuple[bytes, bytes], Usage] = {}  # by namespace and tenant
+        self._tenants_of: dict[bytes, int] = {}  # by namespace: how many have chunks there
         self.watchers: list[Watcher] = []  # walks that are told of what comes and goes meanwhile
         self.tenants: dict[bytes, Tenant] = {}  # that have chunks or a quota
         self.tenant_count = 0  # of those that have chunks
@@ -312,6 +314,14 @@ class Catalog:
         self.index_slot_count = max(self.index_slot_count, self._slot_count)
         return slab
 
+    def withdraw(self, slab: Slab) -> None:
+        """Before `remove_slab`, so that what it holds can be forgotten, and freed, a part at a time."""
+        assert slab.idle, f"slab {slab.number} has {slab.taken} slots taken and {slab.reading} readers"
+        slab.withdrawn = True
+        slab.size_class.with_free.pop(slab, None)
+        if slab in slab.size_class.fresh:
+            slab.size_class.fresh.remove(slab)
+
     def remove_slab(self, slab: Slab) -> list[Entry]:
         """Drops the slab with all that it holds, and returns that. Its cost is the caller's to reserve."""
         assert slab.idle, f"slab {slab.number} has {slab.taken} slots taken and {slab.reading} readers"
@@ -370,7 +380,7 @@ class Catalog:
         slab, slot = place
         del slab.free[slot]
         if not slab.free:
-            del slab.size_class.with_free[slab]
+            slab.size_class.with_free.pop(slab, None)
 
     def free(self, place: Place, ghosts: frozenset[ChunkId] = frozenset()) -> None:
         """`ghosts`: the chunks whose headers may still lie there."""
@@ -382,7 +392,8 @@ class Catalog:
         else:
             slab.ghosts.pop(slot, None)
         slab.free[slot] = None
-        slab.size_class.with_free[slab] = None
+        if not slab.withdrawn:
+            slab.size_class.with_free[slab] = None
 
     def quarantine(self, place: Place, ghosts: frozenset[ChunkId] = frozenset()) -> None:
         """As `free`, but the slot is not used again in this run."""
@@ -428,7 +439,10 @@ class Catalog:
         if self.on_change is not None:
             self.on_change(chunk, True)
         self.used_bytes += slab.slot_bytes
-        usage = self.usage.setdefault(chunk[:2], Usage())
+        usage = self.usage.get(chunk[:2])
+        if usage is None:
+            usage = self.usage[chunk[:2]] = Usage()
+            self._tenants_of[chunk.namespace] = self._tenants_of.get(chunk.namespace, 0) + 1
         usage.chunks += 1
         usage.nbytes += slab.slot_bytes
         for watcher in self.watchers:
@@ -459,9 +473,21 @@ class Catalog:
         usage.nbytes -= slab.slot_bytes
         if usage.chunks == 0:
             del self.usage[entry.chunk[:2]]
+            self._tenants_of[entry.chunk.namespace] -= 1
+            if self._tenants_of[entry.chunk.namespace] == 0:
+                del self._tenants_of[entry.chunk.namespace]
         for watcher in self.watchers:
             watcher(entry, False)
         return entry.place
+
+    def holds(self, namespace: bytes | None, tenant: bytes | None) -> bool:
+        """Whether any chunk is of this namespace and tenant (None: any)."""
+        if namespace is None and tenant is None:
+            return bool(self.entries)
+        if namespace is None:
+            known = self.tenants.get(tenant) if tenant is not None else None
+            return known is not None and known.used_bytes > 0
+        return namespace in self._tenants_of if tenant is None else (namespace, tenant) in self.usage
 
     def put_in_order(self) -> None:
         """By their ticks, after chunks came in another order."""
@@ -562,8 +588,8 @@ class Catalog:
         return self.cost_of(size_class.slot_bytes, 1) <= room
 
     def coldest_slab(self, other_than: SizeClass | None) -> Slab | None:
-        idle = (slab for slab in self.slabs.values() if slab.size_class is not other_than and slab.idle)
-        return min(idle, key=_age, default=None)
+        slabs = (slab for slab in self.slabs.values() if slab.size_class is not other_than)
+        return min((slab for slab in slabs if slab.idle and not slab.withdrawn), key=_age, default=None)
 
     def slab_to_shrink_by(self) -> Slab | None:
         """While more is charged than the cap allows: the slab to give up next."""

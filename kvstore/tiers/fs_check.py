@@ -147,7 +147,7 @@ def _problems_of_counts(slab: Slab) -> Iterator[str]:
             f"slab {slab.number}: {fresh + len(slab.free)} free + {slab.taken} taken + {len(slab.held)} held + "
             f"{len(slab.quarantined)} quarantined is {total}, not {slab.slot_count}"
         )
-    if bool(slab.free) != (slab in slab.size_class.with_free):
+    if (bool(slab.free) and not slab.withdrawn) != (slab in slab.size_class.with_free):
         yield f"slab {slab.number}: {len(slab.free)} slots are free, its class knows otherwise"
 
 

@@ -6,8 +6,9 @@ one that a sweep has not reached yet. What was written after a removal began (it
 what was not used lately takes each chunk only when its sweep gets there: one that is used before, or being read then,
 stays. One removal at a time is then made to last, in the order in which they came.
 
-    forgotten, and no read or write of it runs -> commit, so that the index has none of it -> ghosts taken -> headers
-    zeroed and synced, or the whole slab's epoch raised -> slots free -> reported
+    forgotten, and no read or write of it runs -> commit, so that the index has none of it -> ghosts taken -> commit, so
+    that what slabs given up meanwhile held has gone from disk -> headers zeroed and synced, or the whole slab's epoch
+    raised -> slots free -> reported
 
 Ghosts are slots that hold nothing and still bear a header of what is removed: an eviction leaves it there, a failed
 write or the failed zeroing of a damaged chunk may have.
@@ -333,7 +334,8 @@ class Removals:
                 self._directory.zero_slots(slab.fd, slots, slab.slot_bytes)
             self._step("removed")
 
-        self._worker.run(work, partial(self._zeroed, removal))
+        # Behind the slabs that were given up meanwhile, with ghosts that are in no catalog any more.
+        self._journal.after_commit(partial(self._worker.run, work, partial(self._zeroed, removal)))
 
     def _zeroed(self, removal: Removal, result: Failure | None) -> None:
         failed = None if result is None else said(result)

@@ -4,6 +4,7 @@ Concurrency: the event loop's. The order in which things happen, and what a deat
 """
 
 import errno
+import itertools
 import logging
 import os
 import secrets
@@ -34,6 +35,8 @@ from kvstore.tiers.fs_worker import Failure, said
 log = logging.getLogger(__name__)
 
 GROWTH_RETRY_S = 1.0  # after a slab could not be made, evicting is preferred for so long
+RETIRED_PER_SLICE = 100  # chunks of a slab that goes, five microseconds each
+RETIRE_AGAIN_S = 0.02  # while some of them are being read, or zeroed
 QUOTA_EVICTIONS_MAX = 64  # in one call: a tenant far beyond a new quota comes down to it with its next writes
 
 
@@ -444,10 +447,30 @@ class Writes:
 
     def retire(self, slab: Slab, then: Callable[[], None]) -> None:
         """Removes an idle slab with all that it holds."""
-        catalog = self._catalog
-        for entry in catalog.remove_slab(slab):
+        self._catalog.withdraw(slab)
+        self._empty(slab, iter(list(slab.held.values())), then)
+
+    def _empty(self, slab: Slab, entries: Iterator[Entry], then: Callable[[], None]) -> None:
+        """A slice at a time. The slots need not wait for the commit, for nothing is written there any more."""
+        if self.closing:
+            return
+        some = list(itertools.islice(entries, RETIRED_PER_SLICE))
+        for entry in some:
+            if entry.forgotten or entry.readers:
+                continue
+            self._catalog.free(self._catalog.forget(entry), frozenset({entry.chunk}))
             self._journal.forget(entry)
             self._evicted(entry.chunk)
+        if len(some) == RETIRED_PER_SLICE:
+            self._loop.call_soon(self._empty, slab, entries, then)
+        elif slab.held or not slab.idle:
+            self._loop.call_later(RETIRE_AGAIN_S, lambda: self._empty(slab, iter(list(slab.held.values())), then))
+        else:
+            self._remove(slab, then)
+
+    def _remove(self, slab: Slab, then: Callable[[], None]) -> None:
+        catalog = self._catalog
+        catalog.remove_slab(slab)
         catalog.reserved_bytes += slab.charge_bytes
         catalog.barred_numbers.add(slab.number)
         header = slab.next_epoch(self._directory.directory_id)

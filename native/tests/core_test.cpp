@@ -246,10 +246,10 @@ void an_index_is_sound_after_random_calls(Rule rule) {
             case 4:
                 if (stored.empty()) break;
                 index.lease(group, {&stored[random_word() % stored.size()], 1}, static_cast<std::uint64_t>(step) + 50);
-                index.expire_leases(static_cast<std::uint64_t>(step));
+                index.expire_leases(static_cast<std::uint64_t>(step), random_word() % 8);
                 break;
             case 5:
-                if (random_word() % 20 == 0) index.end_group(group);
+                if (random_word() % 20 == 0) index.end_leases(group, random_word() % 8);
                 if (!granted.empty()) index.abort(group, {&granted[random_word() % granted.size()].second, 1});
                 break;
             case 6: {  // goes on beside the calls of the next steps

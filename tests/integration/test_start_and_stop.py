@@ -91,7 +91,7 @@ def test_an_existing_directory_that_the_group_cannot_enter_is_left_as_it_is(runt
 def test_sockets_are_for_their_owner_only(runtime_dir: Path) -> None:
     with running_daemon(runtime_dir=runtime_dir):
         modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in runtime_dir.iterdir()}
-        assert modes["kvstore.sock"] == modes["arena.sock"] == 0o600
+        assert modes["kvstore.sock"] == modes["arena.sock"] == modes["kvstore.lock"] == 0o600
         assert stat.S_IMODE(runtime_dir.stat().st_mode) == 0o700
 
 

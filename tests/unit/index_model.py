@@ -292,12 +292,6 @@ class IndexModel:
     def end_leases(self, group: int) -> None:
         self.leases = {at: lease for at, lease in self.leases.items() if at[0] != group}
 
-    def end_group(self, group: int) -> None:
-        self.end_leases(group)
-        for slot in sorted(slot for slot, owner in self.grants.items() if owner == group):
-            del self.grants[slot]
-            self.give_back(slot)
-
     def descends_from(self, name: Name | None, ancestor: Name) -> bool:
         while name is not None:
             if name == ancestor:

@@ -415,7 +415,6 @@ def test_slots_whose_generation_changed_are_reported_after_the_copy(rig: Rig) ->
     assert taken[0][0] == slots[0]
     table.close()  # the job keeps the map that it needs
     assert rig.finish(1) == [(1, [0], 3 * CHUNK)]
-    rig.store.index.end_group(1)
 
 
 @pytest.mark.parametrize("function", ["cuMemcpyBatchAsync", "cuStreamWaitEvent", "cuEventRecord"])

@@ -261,7 +261,6 @@ class World:
         self.device.plant(NO_FAULT)
         self.device.gate(is_open=True)
         self.copier.close()
-        self.store.index.end_group(GROUP)
         del self.copier, self.arena
 
 

@@ -197,6 +197,31 @@ def test_usage_is_by_namespace_and_tenant() -> None:
     assert [owner[1][-1] for owner in catalog.usage] == [0]
 
 
+def test_whether_a_namespace_or_a_tenant_has_chunks_follows_what_comes_and_goes() -> None:
+    catalog = make(slab_bytes=8 * SMALL)
+    slab = grow(catalog, SMALL)
+    assert not catalog.holds(None, None)
+    chunks = [chunk_id(number, tenant=number % 2)._replace(namespace=bytes([number // 2] * 16)) for number in range(4)]
+    for number, chunk in enumerate(chunks):
+        place = catalog.take_free(slab.size_class)
+        assert place is not None
+        catalog.hold(chunk, place, number, 4096, proven=True)
+    scopes = {
+        (namespace, tenant)
+        for chunk in chunks
+        for namespace in (None, chunk.namespace)
+        for tenant in (None, chunk.tenant)
+    }
+    while catalog.entries:
+        for namespace, tenant in scopes:
+            meant = [c for c in catalog.entries if namespace in (None, c.namespace) and tenant in (None, c.tenant)]
+            assert catalog.holds(namespace, tenant) == bool(meant)
+        catalog.free(catalog.forget(next(iter(catalog.entries.values()))))
+    assert not any(catalog.holds(*scope) for scope in scopes)
+    catalog.set_quota(chunks[0].tenant, 1)
+    assert not catalog.holds(None, chunks[0].tenant)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_accounts_stay_true_through_any_sequence(seed: int) -> None:
     rnd = random.Random(seed)

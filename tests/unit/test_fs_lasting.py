@@ -10,8 +10,8 @@ from typing import Any
 import lmdb
 import pytest
 
-from kvstore.tiers import fs_paths
-from kvstore.tiers.base import Scope, WriteOutcome
+from kvstore.tiers import fs_paths, fs_writing
+from kvstore.tiers.base import Removed, Scope, WriteOutcome
 from kvstore.tiers.conformance import chunk_id
 from kvstore.tiers.fs_directory import FsDirectory
 from kvstore.tiers.fs_format import slot_bytes_for
@@ -29,6 +29,12 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 async def store(bench: FsBench, numbers: range, **ids: int) -> None:
     for number in numbers:
         assert await bench.write(chunk_id(number, **ids)) is WriteOutcome.STORED
+
+
+async def committed(bench: FsBench) -> None:
+    done = asyncio.Event()
+    bench.tier._journal.after_commit(done.set)
+    await done.wait()
 
 
 async def held_after_a_rebuild(path: Path) -> int:
@@ -156,6 +162,69 @@ def test_a_removal_lasts_only_once_slabs_given_up_before_are_forgotten(
             assert (await bench.remove(TENANT)).failed is None
             shutil.copytree(tmp_path / "fs", tmp_path / "killed")
         assert await held_after_a_rebuild(tmp_path / "killed") == 5
+
+    run(scenario)
+
+
+def test_a_removal_lasts_only_once_a_slab_is_forgotten_that_was_given_up_before_its_ghosts_were_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_block = FsDirectory.write_block
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with fs_bench(tmp_path / "fs", options(slab_bytes=5 * slot_bytes_for(CHUNK_BYTES))) as bench:
+            await store(bench, range(5), tenant=1)
+            slab = bench.entry(chunk_id(0, tenant=1)).place.slab
+            for number in range(5):
+                bench.tier._writes.evict(bench.entry(chunk_id(number, tenant=1)), None)
+            await committed(bench)
+            assert slab.idle
+            assert len(slab.ghosts) == 5
+            monkeypatch.setattr(FsDirectory, "write_block", staticmethod(fail))
+            removed: asyncio.Future[Removed] = loop.create_future()
+            bench.tier.remove(TENANT, removed.set_result)
+            retired = asyncio.Event()
+            loop.call_soon(bench.tier._writes.retire, slab, retired.set)  # when the removal has swept
+            assert (await removed).failed == "Input/output error"
+            await retired.wait()
+            monkeypatch.setattr(FsDirectory, "write_block", staticmethod(write_block))
+            assert (await bench.remove(TENANT)).failed is None
+            shutil.copytree(tmp_path / "fs", tmp_path / "killed")
+        assert await held_after_a_rebuild(tmp_path / "killed") == 0
+
+    run(scenario)
+
+
+def test_a_slab_is_given_up_a_slice_at_a_time_and_no_slot_of_it_is_used_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs_writing, "RETIRED_PER_SLICE", 2)
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(slab_bytes=5 * slot_bytes_for(CHUNK_BYTES))) as bench:
+            await store(bench, range(5))
+            slab = bench.entry(chunk_id(0)).place.slab
+            read = bench.entry(chunk_id(3))
+            retired = asyncio.Event()
+            bench.tier._writes.retire(slab, retired.set)
+            assert len(slab.held) == 3
+            read.readers = slab.reading = 1
+            await store(bench, range(5, 12))
+            assert slab.held == {read.place.slot: read}
+            assert not retired.is_set()
+            # What was evicted from it is found and zeroed by a removal that comes meanwhile.
+            removing = asyncio.ensure_future(bench.remove(Scope(chunks=frozenset({chunk_id(0)}))))
+            await asyncio.sleep(0)
+            read.readers = slab.reading = 0
+            await retired.wait()
+            assert (await removing).failed is None
+            assert slab not in bench.tier._catalog.slabs.values()
+            assert list(bench.tier.problems()) == []
+            assert sorted(bench.held()) == sorted(chunk_id(number) for number in range(5, 12))
 
     run(scenario)
 

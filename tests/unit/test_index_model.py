@@ -128,8 +128,9 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @rule(group=groups)
     def end_group(self, group: int) -> None:
-        self.store.index.end_group(group)
-        self.model.end_group(group)
+        self.end_leases(group)
+        held = [ref for ref in self.refs if self.model.holds(group, ref)]
+        assert self.store.index.abort(group, held) == self.model.abort(group, held)
 
     @rule(scope=scopes, keys=chains)
     def touch_anything(self, scope: tuple[bytes, bytes], keys: list[bytes]) -> None:

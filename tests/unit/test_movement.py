@@ -157,11 +157,12 @@ def test_a_committed_chunk_is_written_from_its_slot_which_stays_until_it_is_rele
     [(chunk, memory, _, _)] = tiers.fs.writes
     assert (chunk, memory.nbytes) == (chunk_of(1), CHUNK)
     assert memory.address == tiers.cpu.arena.address + _native.slot_offset(slot, CHUNK, tiers.cpu.unit_bytes)
-    assert slot not in [slot for slot, _ in tiers.cpu.index.grant(GROUP, CHUNK, 16)]
+    granted = tiers.cpu.index.grant(GROUP, CHUNK, 16)
+    assert slot not in [slot for slot, _ in granted]
     tiers.fs.end_write()
     assert tiers.cpu.index.grant(GROUP, CHUNK, 1) == [(slot, generation + 1)]
     assert tiers.shown(1) == [FS]
-    tiers.cpu.index.end_group(GROUP)
+    tiers.cpu.index.abort(GROUP, [*granted, (slot, generation + 1)])
 
 
 def test_a_chunk_evicted_while_it_waits_is_dropped_and_counted() -> None:

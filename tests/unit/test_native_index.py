@@ -189,12 +189,32 @@ def test_a_chunk_larger_than_the_arena_is_refused() -> None:
 
 
 def test_a_size_class_too_many_is_refused() -> None:
-    with native_store(64 * CHUNK) as store:
+    with native_store(512 * CHUNK) as store:
         for pages in range(1, 33):
-            store.index.grant(1, pages * 4 * KIB, 0)
+            store.index.grant(1, pages * 4 * KIB, 1)
         with pytest.raises(ValueError, match="size class number 33"):
             store.index.grant(1, 33 * 4 * KIB, 0)
         assert len(store.index.grant(1, 4 * KIB, 1)) == 1
+
+
+def test_a_size_class_of_which_nothing_is_held_makes_way_for_a_new_one() -> None:
+    with native_store(512 * CHUNK) as store:
+        table = store.table()
+        first = store.index.grant(1, 4 * KIB, 2)
+        rest = [store.index.grant(1, pages * 4 * KIB, 1)[0] for pages in range(2, 33)]
+        commits = [(*ref, TENANT, key_of(number), b"") for number, ref in enumerate(rest)]
+        assert store.index.commit(1, NAMESPACE, commits) == [_native.STORED] * 31
+        assert store.index.classes_in_use() == [pages * 4 * KIB for pages in range(1, 33)]
+        store.index.abort(1, first)
+        slots, generations = zip(*first, strict=True)
+        assert bytes(table.current(np.array(slots, np.uint32), np.array(generations, np.uint64))) == b"\1\1"
+        # Its bytes may be parts of the new class's slots, so whoever still reads its slots must find out.
+        assert len(store.index.grant(1, 33 * 4 * KIB, 1)) == 1
+        assert bytes(table.current(np.array(slots, np.uint32), np.array(generations, np.uint64))) == b"\0\0"
+        assert store.index.classes_in_use() == [pages * 4 * KIB for pages in range(2, 34)]
+        with pytest.raises(ValueError, match="size class number 33"):
+            store.index.grant(1, 4 * KIB, 1)
+        assert store.index.lookup(NAMESPACE, TENANT, [key_of(number) for number in range(31)]) == bytes([CPU] * 31)
 
 
 def test_a_table_that_is_full_before_the_arena_drops_old_chunks() -> None:
@@ -379,6 +399,23 @@ def test_a_lease_ends_at_its_deadline_unless_it_was_renewed() -> None:
         assert store.index.expire_leases(1000) == 0
 
 
+def test_very_many_leases_end_a_part_at_a_time_those_that_ended_first_before_others() -> None:
+    with native_store() as store:
+        refs = [store.put(number) for number in range(6)]
+        for i, ref in enumerate(refs):
+            store.index.lease(1 + i % 2, [ref], 100 - i)
+        store.index.lease(1, [refs[4]], 300)  # renewed
+        assert store.index.expire_leases(99, limit=2) == 2
+        assert store.index.release(1, refs) == [True, False, True, False, True, False]
+        assert store.index.release(2, refs) == [False, True, False, False, False, False]
+        store.index.lease(1, refs[:5], 100)
+        assert not store.index.end_leases(1, limit=3)
+        assert store.index.stats()["leases"] == 2
+        assert store.index.end_leases(1, limit=3)
+        assert store.index.end_leases(1, limit=3)
+        assert store.index.stats()["pinned_bytes"] == 0
+
+
 def test_at_most_half_of_the_arena_is_leased() -> None:
     with native_store(4 * CHUNK) as store:
         refs = [store.put(number) for number in range(4)]
@@ -395,8 +432,9 @@ def test_a_group_that_ended_holds_nothing_and_its_chunks_stay() -> None:
         ref = store.put(1)
         granted = store.index.grant(1, CHUNK, 2)
         store.index.lease(1, [ref], 100)
-        store.index.end_group(1)
-        store.index.end_group(1)
+        for _ in range(2):
+            store.index.end_leases(1)
+            store.index.abort(1, granted)
         stats = store.index.stats()
         assert (stats["grants"], stats["leases"], stats["granted_bytes"], stats["pinned_bytes"]) == (0, 0, 0, 0)
         assert store.index.commit(1, NAMESPACE, [(*granted[0], TENANT, key_of(2), b"")]) == [_native.NOT_GRANTED]
@@ -1106,9 +1144,10 @@ def test_usage_says_how_many_chunks_a_lower_tier_has_too() -> None:
         store.index.set_lower(NAMESPACE, TENANT, key_of(2), FS)
         store.index.set_lower(NAMESPACE, TENANT, key_of(3), MISS)
         assert store.index.usage(limit=1) == [(NAMESPACE, TENANT, 16, 16 * CHUNK, 2)]
-        assert store.index.grant(1, CHUNK, 2) == [(slot, generation + 1) for slot, generation in (refs[0], refs[1])]
+        granted = store.index.grant(1, CHUNK, 2)
+        assert granted == [(slot, generation + 1) for slot, generation in (refs[0], refs[1])]
         assert store.index.usage(limit=1) == [(NAMESPACE, TENANT, 14, 14 * CHUNK, 1)]
-        store.index.end_group(1)
+        store.index.abort(1, granted)
         store.put(1)  # comes back while the lower tier still has it
         assert store.index.usage(limit=1) == [(NAMESPACE, TENANT, 15, 15 * CHUNK, 2)]
 

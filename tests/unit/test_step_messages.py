@@ -116,7 +116,7 @@ def test_no_message_breaks_the_store_or_its_figures(seed: int) -> None:
         for grants in reply.grants:
             messages.granted += zip(grants.slots, grants.generations, strict=True)
         del messages.granted[:-200]
-        store.expire_leases(now_ms)
+        store.end_what_is_over(now_ms)
         operations(store).stats(now_ms).SerializeToString()
         if count % CHECKED_EVERY == 0:
             assert store.problems() == [], f"seed {seed}, message {count}"

@@ -19,6 +19,7 @@ from kvstore.errors import (
     SeedMismatch,
     Unavailable,
 )
+from kvstore.explanations import Explanations
 from kvstore.namespace import canonical_json, digest, seed_fingerprint
 from kvstore.operations import Operations
 from kvstore.rpc.v1 import admin_pb2, store_pb2
@@ -262,6 +263,23 @@ def test_more_size_classes_than_the_arena_takes_are_refused_at_attach(store: Sto
         attach(store, chunk_bytes=4096 * 33)
 
 
+def test_a_size_class_that_nobody_uses_and_no_chunk_has_makes_way() -> None:
+    store = make_store(256 << 20)
+    sessions = [attach(store, chunk_bytes=4096 * number) for number in range(1, limits.SIZE_CLASSES_MAX + 1)]
+    for session in sessions:
+        [at] = grants(store, session, 1)
+        step(store, session, commits=[commit(at, 1)])
+    store.hang_up(sessions[0])
+    with pytest.raises(LimitExceeded, match=r"size class 33 .*kvstore ls namespaces, gc"):
+        attach(store, chunk_bytes=4096 * 33)
+    store._index.remove(store._index.begin_removal(namespace=digest(document(4096))), 1_000)
+    newcomer = attach(store, chunk_bytes=4096 * 33)
+    assert len(grants(store, newcomer, 1)) == 1
+    with pytest.raises(LimitExceeded, match="size class 33"):
+        attach(store, chunk_bytes=4096)
+    assert store.problems() == []
+
+
 @pytest.mark.parametrize("chunk_bytes", [0, ARENA_BYTES + 1])
 def test_a_chunk_that_cannot_fit_is_refused_at_attach(store: Store, chunk_bytes: int) -> None:
     with pytest.raises(LimitExceeded, match=rf"chunk of {chunk_bytes} bytes does not fit an arena of {ARENA_BYTES}"):
@@ -338,6 +356,20 @@ def test_what_came_of_a_decision_to_store_is_known_by_its_number(store: Store) -
     }
     counts = {(each.kind, each.reason): each.refused_chunks for each in operations(store).stats(0).decisions}
     assert counts[("commit", "QUOTA")] == 1
+
+
+def test_a_key_is_looked_for_in_the_memory_of_every_tenant(store: Store) -> None:
+    tenants = sorted(tenant_id(TENANT_KEY, str(number)) for number in range(limits.ROWS_PER_PAGE + 2))
+    session = attach(store)
+    for number, tenant in enumerate(tenants):
+        [at] = grants(store, session, 1)
+        step(store, session, commits=[commit(at, number, tenant)])
+    store.explanations = Explanations(store._index)  # so long ago that nothing else is known
+    last = len(tenants) - 1
+    pieces = operations(store).explain(admin_pb2.ExplainRequest(key=key(last)), 0)
+    [fate] = [fate for piece in pieces for fate in piece.keys]
+    assert fate.tenant_id == tenants[last]
+    assert fate.events == ["in the cpu tier now; when it was stored is no longer known"]
 
 
 def test_a_miss_is_explained_by_what_was_before_it_though_the_chunk_is_stored_in_the_same_message(store: Store) -> None:
@@ -427,6 +459,11 @@ def test_a_message_is_never_skipped(store: Store) -> None:
         ),
         ({"touches": [store_pb2.Chain(tenant=TENANT, keys=[b""])]}, BadKey, r"has 0 bytes"),
         ({"aborts": [store_pb2.SlotRef()] * 257}, LimitExceeded, r"257 operations in one message; at most 256"),
+        (
+            {"decisions": [store_pb2.Decision(is_store=True, refused=bytes(4_000))] * 4},
+            LimitExceeded,
+            "16000 bytes of refused keys in one message",
+        ),
     ],
 )
 def test_bad_messages_are_refused_whole(
@@ -486,10 +523,60 @@ def test_a_lease_ends_30_s_after_its_last_renewal(store: Store) -> None:
     [at] = grants(store, session, 1)
     step(store, session, commits=[commit(at, 1)], leases=[at], now_ms=0)
     step(store, session, leases=[at], now_ms=20_000)
-    store.expire_leases(49_999)
+    store.end_what_is_over(49_999)
     assert operations(store).stats(0).tiers[0].pinned_bytes == 4096
-    store.expire_leases(50_000)
+    store.end_what_is_over(50_000)
     assert operations(store).stats(0).tiers[0].pinned_bytes == 0
+
+
+def test_very_many_grants_of_a_group_that_ended_come_back_a_slice_at_a_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "GRANTS_ENDED_PER_SLICE", 2)
+    scheduler = attach(store, SCHEDULER)
+    worker = attach(store, WORKER)
+    held = grants(store, scheduler, 5)
+    for session in (scheduler, worker):
+        store.process_ended(session)
+    granted = [operations(store).stats(0).tiers[0].granted_bytes]
+    again = attach(store, SCHEDULER)  # an engine of that name is another one
+    attach(store, WORKER)
+    while store.end_what_is_over(0):
+        assert store.problems() == []
+        granted.append(operations(store).stats(0).tiers[0].granted_bytes)
+    assert granted == [3 * CHUNK_BYTES, CHUNK_BYTES]
+    assert operations(store).stats(0).tiers[0].granted_bytes == 0
+    [outcome] = step(store, again, commits=[commit(held[0], 1)]).outcomes
+    assert outcome == store_pb2.OUTCOME_NOT_GRANTED
+
+
+def test_very_many_leases_end_a_slice_at_a_time_but_not_those_of_a_group_that_came_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "LEASES_ENDED_PER_SLICE", 2)
+    session = attach(store, SCHEDULER)
+    attach(store, WORKER)
+    held = grants(store, session, 6)
+    writing, refs = held[0], held[1:]  # so that its processes matter while none is connected
+    step(store, session, commits=[commit(at, number) for number, at in enumerate(refs)], leases=refs)
+
+    def leased() -> int:
+        return operations(store).stats(0).tiers[0].pinned_bytes // CHUNK_BYTES
+
+    for each in list(session.group.sessions):
+        store.hang_up(each)
+    assert leased() == 3
+    assert store.end_what_is_over(0)
+    assert leased() == 1
+    session = attach(store, SCHEDULER)
+    assert not store.end_what_is_over(0)
+    assert leased() == 1
+    step(store, session, leases=refs, aborts=[writing])
+    assert store.end_what_is_over(limits.LEASE_MS)
+    assert leased() == 3
+    assert store.end_what_is_over(limits.LEASE_MS)
+    assert not store.end_what_is_over(limits.LEASE_MS)
+    assert leased() == 0
 
 
 def test_without_a_salt_nothing_is_stored_where_salts_are_required() -> None:
@@ -511,7 +598,7 @@ def test_a_lookup_checks_what_it_is_given(store: Store) -> None:
     assert b"".join(slices) == bytes(10_000)
     assert max(map(len, slices)) == limits.LISTING_STEPS_PER_SLICE
     with pytest.raises(BadKey, match=r"key 6b has 1 bytes"):
-        next(store.lookup(store_pb2.LookupRequest(namespace_id=namespace, tenant=TENANT, keys=[b"k"])))
+        list(store.lookup(store_pb2.LookupRequest(namespace_id=namespace, tenant=TENANT, keys=[*ten_thousand, b"k"])))
     with pytest.raises(ProtocolError, match=r"of 16 bytes, not of 3 and 16"):
         next(store.lookup(store_pb2.LookupRequest(namespace_id=b"abc", tenant=TENANT, keys=[])))
 
