@@ -52,7 +52,7 @@ class KVStoreConnector(OffloadingConnector):
         _require_device(config, current_platform.device_type, is_cuda=current_platform.is_cuda())
         _require_tp(vllm_config, config)
         self._reset_in_this_step = False
-        self._adapters = Adapters(repr(getattr(vllm_config.lora_config, "lora_dtype", None)), started_ns=time.time_ns())
+        self._adapters = Adapters(identity.adapter_settings(vllm_config.lora_config), started_ns=time.time_ns())
         self._engine = Engine(config, vllm_config, kv_cache_config, identity.engine_hash_seed())
         with building(self._engine):
             super().__init__(vllm_config, role, kv_cache_config)
@@ -133,7 +133,10 @@ class KVStoreConnector(OffloadingConnector):
         lora, adapter = request.lora_request, b""
         if lora is not None:
             adapter = self._adapters.digest(
-                lora.lora_int_id, lora.lora_path, replaced_in_place=bool(getattr(lora, "load_inplace", False))
+                lora.lora_int_id,
+                lora.lora_path,
+                replaced_in_place=bool(getattr(lora, "load_inplace", False)),
+                is_3d=bool(getattr(lora, "is_3d_lora_weight", False)),
             )
         self._scheduler_half.register(
             request.request_id,
