@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
 import torch
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
@@ -221,6 +222,12 @@ def test_a_seed_that_cannot_be_shared_is_refused_with_the_fix(monkeypatch, seed)
         monkeypatch.setenv("PYTHONHASHSEED", seed)
     with pytest.raises(SeedMismatch, match="export PYTHONHASHSEED=0"):
         build(vllm_config())
+
+
+def test_vllm_keeps_no_tokens_for_events_that_never_come():
+    config = vllm_config({"self_describing_kv_events": True})
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    assert not build(config).scheduler._events_tracker.self_describing_enabled
 
 
 def test_a_wrong_key_is_refused_when_the_connector_is_built():
