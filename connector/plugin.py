@@ -5,6 +5,7 @@ it does not do: failures, roles, tenants, and a job table that survives a reset.
 called by one thread, the engine's.
 """
 
+import contextlib
 import logging
 import time
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -41,6 +43,10 @@ logger = logging.getLogger("vllm.connector.plugin")
 
 WINDOWS_FROM_THE_PROMPT = {"UnlimitedOCRForCausalLM"}
 """Architectures whose windows are of generated tokens only, so that a token's KV depends on where the prompt ended."""
+
+with contextlib.suppress(ValueError):  # it is registered
+    # vLLM's MultiConnector finds the statistics of its connectors by registered names alone, and ends without.
+    KVConnectorFactory.register_connector("KVStoreConnector", "connector", "KVStoreConnector")
 
 OFFLOADING_SCHEDULER_LOG = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 
@@ -188,6 +194,8 @@ class KVStoreConnector(OffloadingConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         outcomes = connector_output.kv_connector_worker_meta
+        if connector_output.invalid_block_ids:
+            self._scheduler_half.jobs.distrust_after(connector_output.invalid_block_ids)
         if isinstance(outcomes, WorkerOutcomes):
             # First: the base class tells the other half of ends, but not of failures, and forgets jobs at a reset.
             self._scheduler_half.jobs.finish(
@@ -214,6 +222,11 @@ class KVStoreConnector(OffloadingConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:
+        assert self._kv_cache_manager is not None
+        pool = self._kv_cache_manager.block_pool
+        self._scheduler_half.blocks_kept = (
+            pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        )  # but for the null block
         if self._reset_in_this_step:
             # The base class asserts that no flush waits, but its last reset left one; it has nothing else to forget.
             self._scheduler_half.reset_cache()

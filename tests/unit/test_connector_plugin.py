@@ -15,6 +15,8 @@ os.environ.setdefault("PYTHONHASHSEED", "0")
 import torch
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
@@ -46,6 +48,12 @@ def test_a_name_that_does_not_exist_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="NoSuchConnector"):
         _ = connector.NoSuchConnector
+
+
+def test_vllms_connector_of_several_finds_what_makes_our_statistics():
+    """It does so by name in the front end, for each report: an exception there is the end of the engine."""
+    made = MultiConnector.build_kv_connector_stats({"KVStoreConnector": {"data": {}}})
+    assert isinstance(made["KVStoreConnector"], OffloadingConnectorStats)
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
