@@ -91,14 +91,22 @@ _MULTIMODAL_FIELDS = (
     "video_pruning_method",
     "allow_missing_mm_embeddings",
 )
-_ARITHMETIC_VARIABLES = (  # of vLLM: what activations are rounded to, and how a video is cut into frames
+_ARITHMETIC_VARIABLES = (  # of vLLM: what activations are rounded to, who routes them, how a video is cut into frames
     "VLLM_CPU_INT4_W4A8",
     "VLLM_MARLIN_INPUT_DTYPE",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",  # for benchmarks: experts that no router chose
     "VLLM_SSM_CONV_STATE_LAYOUT",
     "VLLM_VIDEO_LOADER_BACKEND",
 )
+_QUERY_ROUNDING = ("disable_flashinfer_q_quantization", "use_prefill_query_quantization")  # of vLLM's AttentionConfig
 _ADAPTER_FIELDS = (  # of vLLM's LoRAConfig: what of an adapter's files is applied, and how they are read
     "lora_dtype",
     "target_modules",
@@ -564,6 +572,7 @@ def _folder_digest(model: str, names: re.Pattern[str]) -> str:
 
 def _arithmetic(vllm_config: "VllmConfig") -> dict[str, object]:
     found: dict[str, object] = {name: os.environ[name] for name in _ARITHMETIC_VARIABLES if name in os.environ}
+    found |= {name: True for name in _QUERY_ROUNDING if getattr(vllm_config.attention_config, name, False)}
     if (indexer := vllm_config.attention_config.indexer_kv_dtype) != "auto":
         found["indexer_kv_dtype"] = str(indexer)
     return found

@@ -608,6 +608,10 @@ def test_code_that_comes_with_a_model_is_told_apart_by_its_files(engine: EngineC
         pytest.param(lambda e, _: setattr(e.attention_config, "indexer_kv_dtype", "bf16"), id="indexer"),
         pytest.param(lambda e, _: e.model_config.model_class_overrides.update(A="m:B"), id="class"),
         pytest.param(lambda _, patch: patch.setenv("VLLM_CPU_INT4_W4A8", "0"), id="activations"),
+        pytest.param(
+            lambda _, patch: patch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "u"), id="pretended routers"
+        ),
+        pytest.param(lambda e, _: setattr(e.attention_config, "use_prefill_query_quantization", True), id="queries"),
     ],
 )
 def test_what_chooses_the_arithmetic_changes_the_namespace(
