@@ -314,6 +314,9 @@ def _require_reuse(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> N
         for spec in iter_layer_specs(group.kv_cache_spec)
     ):
         reason = "lets a prompt's tokens see those behind them"
+    elif getattr(model, "is_diffusion", False):
+        # A request that only reads ends with tokens that no causal pass computed; vLLM offers them for storing.
+        reason = "denoises its answers, and may end a request before their KV is computed"
     elif WINDOWS_FROM_THE_PROMPT.intersection(model.architectures):
         reason = "treats generated tokens otherwise than those of a prompt"
     elif identity.rescales_by_batch(model):

@@ -108,6 +108,13 @@ def test_a_model_whose_tokens_see_those_behind_them_is_refused():
         build(vllm_config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
 
 
+def test_a_diffusion_model_is_refused(monkeypatch):
+    config = vllm_config()
+    monkeypatch.setitem(vars(config.model_config), "is_diffusion", True)
+    with pytest.raises(ValueError, match="of no use to other requests: it denoises its answers"):
+        build(config)
+
+
 def test_a_model_with_windows_of_generated_tokens_is_refused(monkeypatch):
     config = vllm_config()
     monkeypatch.setattr(config.model_config.model_arch_config, "architectures", ["UnlimitedOCRForCausalLM"])
