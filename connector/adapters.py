@@ -29,6 +29,7 @@ Fingerprint = tuple[tuple[str, int, int, int], ...]  # of each file: name, size,
 @dataclass(slots=True)
 class _Known:
     path: str
+    is_3d: bool
     digest: bytes = b""  # b"": not known, or not any more
     fingerprint: Fingerprint = ()
     given_up: bool = False
@@ -47,16 +48,18 @@ class Adapters:
         self._lock = threading.Lock()
         self._known: dict[int, _Known] = {}  # by the engine's number of the adapter
 
-    def digest(self, number: int, path: str, *, replaced_in_place: bool) -> bytes:
-        """32 bytes, or b"" for an adapter that cannot be told from others (yet)."""
+    def digest(self, number: int, path: str, *, replaced_in_place: bool, is_3d: bool = False) -> bytes:
+        """32 bytes, or b"" for an adapter that cannot be told from others (yet). `is_3d`: what the request says of how
+        the weights of experts lie in the files; the engine takes its word for it."""
         known = self._known.get(number)
         if known is None:
-            known = self._known[number] = _Known(path)
+            known = self._known[number] = _Known(path, is_3d)
             if not replaced_in_place:
                 self._run(lambda: self._read(known))
             return b""
         with self._lock:
-            if replaced_in_place or known.path != path:  # from here on the number may mean other weights
+            if replaced_in_place or (known.path, known.is_3d) != (path, is_3d):
+                # From here on the number may mean other weights.
                 known.digest, known.given_up = b"", True
             elif known.digest and not _is_still(known.fingerprint, path):
                 logger.warning(
@@ -72,7 +75,7 @@ class Adapters:
             fingerprint = _fingerprint(known.path)
             if changed_ns(Path(known.path), (each for _, _, each, _ in fingerprint)) >= self._started_ns:
                 raise OSError("they are newer than this engine, which may have loaded others")
-            digest = _content(known.path, fingerprint, self._settings)
+            digest = _content(known.path, fingerprint, f"{self._settings}{' 3d' if known.is_3d else ''}")
             if _fingerprint(known.path) != fingerprint:
                 raise OSError("the files changed while they were read")
         except OSError as problem:

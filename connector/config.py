@@ -114,6 +114,8 @@ class ConnectorConfig:
             **_SET_BY_US,
             "canonical_layout": True,
             "offload_prompt_only": self.offload_prompt_only,
+            # Else it keeps the tokens of every chunk for an event of its removal, of which we tell it nothing.
+            "self_describing_kv_events": False,
         }
 
 

@@ -46,6 +46,22 @@ WEIGHTS_SAMPLE_BYTES = 64 << 10
 WEIGHTS_SAMPLES = 64
 SAFETENSORS_HEADER_BYTES_MAX = 100 << 20  # the format's own limit
 
+_FORMATS_OF_THE_MODEL = {
+    "auto": "",
+    "hf": "hf",
+    "safetensors": "safetensors",
+    "fastsafetensors": "safetensors",
+    "instanttensor": "safetensors",
+    "mistral": "mistral",
+    "pt": "pt",
+    "npcache": "npcache",
+    "runai_streamer": "runai_streamer",
+    "runai_streamer_sharded": "sharded_state",
+    "sharded_state": "sharded_state",
+}
+"""Of vLLM's load formats those that read the model's own files, and which of these they choose where there are several
+kinds. All others (a server, a tensorizer's URI, a plugin) bring weights from somewhere else."""
+
 PROBE_TOKENS = (0, 1, 2, 255, 256, 65_535, 65_536, 1_000_003)
 """One of each width that a serialiser could write differently."""
 
@@ -75,13 +91,28 @@ _MULTIMODAL_FIELDS = (
     "video_pruning_method",
     "allow_missing_mm_embeddings",
 )
-_ARITHMETIC_VARIABLES = (  # of vLLM: what activations are rounded to, and how a video is cut into frames
+_ARITHMETIC_VARIABLES = (  # of vLLM: what activations are rounded to, who routes them, how a video is cut into frames
     "VLLM_CPU_INT4_W4A8",
     "VLLM_MARLIN_INPUT_DTYPE",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",  # for benchmarks: experts that no router chose
     "VLLM_SSM_CONV_STATE_LAYOUT",
     "VLLM_VIDEO_LOADER_BACKEND",
+)
+_QUERY_ROUNDING = ("disable_flashinfer_q_quantization", "use_prefill_query_quantization")  # of vLLM's AttentionConfig
+_ADAPTER_FIELDS = (  # of vLLM's LoRAConfig: what of an adapter's files is applied, and how they are read
+    "lora_dtype",
+    "target_modules",
+    "enable_tower_connector_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
 )
 _NOT_IDENTITY = {"_name_or_path", "_commit_hash", "transformers_version"}  # where it lay and who read it
 
@@ -354,8 +385,9 @@ def namespace_document(
         "arithmetic": _arithmetic(vllm_config),
     }
     document |= {name: fields for name, fields in settings.items() if fields}  # so that a plain engine's stays short
-    if _weights_changed_since(vllm_config, process_started_ns() if started_ns is None else started_ns):
-        document["unshared"] = vllm_config.instance_id
+    if _has_weights_of_its_own(vllm_config, process_started_ns() if started_ns is None else started_ns):
+        # vLLM's instance id alone has five hexadecimal digits.
+        document["unshared"] = f"{config.engine_id}.{vllm_config.instance_id}"
     if heads is None:
         document["parallel"] = {
             "tensor": parallel.tensor_parallel_size,
@@ -384,8 +416,13 @@ def _states(spec: "KVCacheSpec") -> list[object]:
 def _model(model: "ModelConfig", load_config: Any, parallel: Any) -> dict[str, object]:
     if load_config.load_format == "dummy":  # each rank draws its part of a tensor with the same fixed seed
         weights = f"dummy:tp{parallel.tensor_parallel_size}pp{parallel.pipeline_parallel_size}"
+    elif _reads_elsewhere(model, load_config):
+        weights = "elsewhere"
     else:
         weights = weights_identity(model.model, model.revision, cache_dir=load_config.download_dir)
+        if chosen := _FORMATS_OF_THE_MODEL[load_config.load_format]:
+            pattern = (load_config.model_loader_extra_config or {}).get("pattern", "")
+            weights += f":{chosen}:{pattern}"
     return {
         "name": _model_name(model.model),
         "weights": weights,
@@ -407,6 +444,14 @@ def _model_name(model: str) -> str:
     return path.resolve().name  # two containers may mount one folder at two places; the weights tell models apart
 
 
+def adapter_settings(lora_config: Any) -> str:
+    """All that reaches the KV bytes of a LoRA adapter beside its files and the model."""
+    settings = _fields(lora_config, _ADAPTER_FIELDS)
+    if "target_modules" in settings:
+        settings["target_modules"] = sorted(set(settings["target_modules"]))
+    return json.dumps(settings, sort_keys=True)
+
+
 def _speculative(vllm_config: "VllmConfig") -> dict[str, object]:
     speculative = vllm_config.speculative_config
     if speculative is None:
@@ -421,15 +466,37 @@ def _speculative(vllm_config: "VllmConfig") -> dict[str, object]:
     }
 
 
-def _weights_changed_since(vllm_config: "VllmConfig", started_ns: int) -> bool:
-    """Asked last, when all of them have been read: what the engine has in memory may be what lay there before."""
+def _reads_elsewhere(model: "ModelConfig", load_config: Any) -> str:
+    """Where the weights come from, if not from the folder, file or repository that the model's name says; else ""."""
+    if load_config.load_format not in _FORMATS_OF_THE_MODEL:
+        return f"--load-format {load_config.load_format}"
+    weights = getattr(model, "model_weights", "")
+    if weights and weights != model.model:
+        return f"--model-weights {weights}"
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true") and not Path(model.model).exists():
+        return "ModelScope"
+    return ""
+
+
+def _has_weights_of_its_own(vllm_config: "VllmConfig", started_ns: int) -> bool:
+    """Whether nobody can tell which weights the engine has. Asked last, when all of them have been read: what it has
+    in memory is what lay there then, or what lay there before."""
     loaded = [(vllm_config.model_config, vllm_config.load_config)]
     if (speculative := vllm_config.speculative_config) and speculative.draft_model_config is not None:
         loaded.append((speculative.draft_model_config, speculative.draft_load_config or vllm_config.load_config))
     for model, load in loaded:
-        if load.load_format != "dummy" and weights_changed(
-            model.model, model.revision, started_ns, cache_dir=load.download_dir
-        ):
+        if load.load_format == "dummy":
+            continue
+        if source := _reads_elsewhere(model, load):
+            logger.warning(
+                "kvstore: the weights of %s come from elsewhere (%s), where they cannot be told from others. This "
+                "engine shares its chunks with no other one, nor with its own next start; to share them, give the "
+                "folder that holds the weights as the model",
+                model.model,
+                source,
+            )
+            return True
+        if weights_changed(model.model, model.revision, started_ns, cache_dir=load.download_dir):
             logger.warning(
                 "kvstore: the weights of %s were changed after this process had begun, so it may have loaded others. "
                 "This engine shares its chunks with no other one, nor with its own next start; start it again to share "
@@ -505,6 +572,7 @@ def _folder_digest(model: str, names: re.Pattern[str]) -> str:
 
 def _arithmetic(vllm_config: "VllmConfig") -> dict[str, object]:
     found: dict[str, object] = {name: os.environ[name] for name in _ARITHMETIC_VARIABLES if name in os.environ}
+    found |= {name: True for name in _QUERY_ROUNDING if getattr(vllm_config.attention_config, name, False)}
     if (indexer := vllm_config.attention_config.indexer_kv_dtype) != "auto":
         found["indexer_kv_dtype"] = str(indexer)
     return found

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, get_offload_block_hash
 
@@ -40,6 +41,9 @@ class Job:
     first_chunks: list[int] = field(default_factory=list)  # store: position in its row of each kind's first chunk
     parents: list[bytes] = field(default_factory=list)  # store: what each names as the chunk before it, or b""
     memory_only: list[bool] = field(default_factory=list)  # store: which the disk is not to have
+    blocks: NDArray[np.integer] = field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )  # load: the engine's, to be filled
     load: LoadVerdict | None = None
     copy_s: float = 0.0  # the slowest rank's
     failed: set[int] = field(default_factory=set)
@@ -111,7 +115,9 @@ class Jobs:
         """The message to the workers is made: what was prepared now has vLLM's job ids."""
         for job_id, transfer in metadata.load_jobs.items():
             assert isinstance(transfer.src_spec, ChunkSpec), f"load {job_id} of another store: {transfer.src_spec!r}"
-            self.running[job_id] = self._prepared.pop(transfer.src_spec.ticket)
+            assert isinstance(transfer.dst_spec, GPULoadStoreSpec)
+            job = self.running[job_id] = self._prepared.pop(transfer.src_spec.ticket)
+            job.blocks = transfer.dst_spec.block_ids
         for job_id, transfer in metadata.store_jobs.items():
             assert isinstance(transfer.dst_spec, ChunkSpec), f"store {job_id} of another store: {transfer.dst_spec!r}"
             assert isinstance(transfer.src_spec, GPULoadStoreSpec)
@@ -161,6 +167,17 @@ class Jobs:
             job = self.running.get(job_id)
             if job is not None and job.is_store:
                 job.failed.update(range(len(job.keys)))
+
+    def distrust_after(self, invalid_blocks: Collection[int]) -> None:
+        """Loads have left these blocks of the engine wrong. Nothing was computed from those that are ours, before we
+        said so. Another connector's load may end within the step that reads it (beside us in vLLM's MultiConnector):
+        what the steps under way have computed may be wrong then, and is not kept."""
+        others = set(invalid_blocks)
+        for job in self.running.values():
+            if not job.is_store:
+                others.difference_update(job.blocks.tolist())
+        if others:
+            self.distrust(list(self.running))
 
     def forsake(self) -> None:
         """The cache was reset: what runs keeps its slots until the workers have reported, and is then aborted."""

@@ -5,6 +5,7 @@ it does not do: failures, roles, tenants, and a job table that survives a reset.
 called by one thread, the engine's.
 """
 
+import contextlib
 import logging
 import time
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -42,6 +44,10 @@ logger = logging.getLogger("vllm.connector.plugin")
 WINDOWS_FROM_THE_PROMPT = {"UnlimitedOCRForCausalLM"}
 """Architectures whose windows are of generated tokens only, so that a token's KV depends on where the prompt ended."""
 
+with contextlib.suppress(ValueError):  # it is registered
+    # vLLM's MultiConnector finds the statistics of its connectors by registered names alone, and ends without.
+    KVConnectorFactory.register_connector("KVStoreConnector", "connector", "KVStoreConnector")
+
 OFFLOADING_SCHEDULER_LOG = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 
 
@@ -52,7 +58,7 @@ class KVStoreConnector(OffloadingConnector):
         _require_device(config, current_platform.device_type, is_cuda=current_platform.is_cuda())
         _require_tp(vllm_config, config)
         self._reset_in_this_step = False
-        self._adapters = Adapters(repr(getattr(vllm_config.lora_config, "lora_dtype", None)), started_ns=time.time_ns())
+        self._adapters = Adapters(identity.adapter_settings(vllm_config.lora_config), started_ns=time.time_ns())
         self._engine = Engine(config, vllm_config, kv_cache_config, identity.engine_hash_seed())
         with building(self._engine):
             super().__init__(vllm_config, role, kv_cache_config)
@@ -133,7 +139,10 @@ class KVStoreConnector(OffloadingConnector):
         lora, adapter = request.lora_request, b""
         if lora is not None:
             adapter = self._adapters.digest(
-                lora.lora_int_id, lora.lora_path, replaced_in_place=bool(getattr(lora, "load_inplace", False))
+                lora.lora_int_id,
+                lora.lora_path,
+                replaced_in_place=bool(getattr(lora, "load_inplace", False)),
+                is_3d=bool(getattr(lora, "is_3d_lora_weight", False)),
             )
         self._scheduler_half.register(
             request.request_id,
@@ -186,6 +195,8 @@ class KVStoreConnector(OffloadingConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         outcomes = connector_output.kv_connector_worker_meta
+        if connector_output.invalid_block_ids:
+            self._scheduler_half.jobs.distrust_after(connector_output.invalid_block_ids)
         if isinstance(outcomes, WorkerOutcomes):
             # First: the base class tells the other half of ends, but not of failures, and forgets jobs at a reset.
             self._scheduler_half.jobs.finish(
@@ -212,6 +223,11 @@ class KVStoreConnector(OffloadingConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:
+        assert self._kv_cache_manager is not None
+        pool = self._kv_cache_manager.block_pool
+        self._scheduler_half.blocks_kept = (
+            pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        )  # but for the null block
         if self._reset_in_this_step:
             # The base class asserts that no flush waits, but its last reset left one; it has nothing else to forget.
             self._scheduler_half.reset_cache()
@@ -299,6 +315,9 @@ def _require_reuse(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> N
         for spec in iter_layer_specs(group.kv_cache_spec)
     ):
         reason = "lets a prompt's tokens see those behind them"
+    elif getattr(model, "is_diffusion", False):
+        # A request that only reads ends with tokens that no causal pass computed; vLLM offers them for storing.
+        reason = "denoises its answers, and may end a request before their KV is computed"
     elif WINDOWS_FROM_THE_PROMPT.intersection(model.architectures):
         reason = "treats generated tokens otherwise than those of a prompt"
     elif identity.rescales_by_batch(model):

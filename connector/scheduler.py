@@ -90,6 +90,7 @@ class SchedulerHalf(OffloadingManager):
         # Else a request keeps its blocks, and goes on from the first one that a failed load left wrong.
         self._keeps_valid_prefix = len(geometry.kinds) == 1 and geometry.kinds[0].is_chain
         self._keeps_states = any(kind.offered_once for kind in geometry.kinds)
+        self.blocks_kept = 0  # that the engine had in use at the last reset: of the weights of before
         self._reset = False  # the cache was reset once: namespaces of before are out of reach for good
         self._retired: set[bytes] = set()
         self._moved: Attached | None = None  # the attachment that was told of the last reset
@@ -275,7 +276,8 @@ class SchedulerHalf(OffloadingManager):
     # ---- stores
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        return self._stores.prepare(req_context.get_state(RequestRecord), self._usable(), keys, req_context)
+        attached = None if self.blocks_kept else self._usable()
+        return self._stores.prepare(req_context.get_state(RequestRecord), attached, keys, req_context)
 
     # ---- what the engine does
 
@@ -331,6 +333,12 @@ class SchedulerHalf(OffloadingManager):
                 row.refused_from = row.tail = None
                 row.known_present, row.used = False, 0
         self._reset, self._moved = True, None
+        if self.blocks_kept:
+            self._say(
+                f"kvstore: the cache was reset while {self.blocks_kept} blocks of the engine's own were in use, which "
+                "vLLM keeps as they are, so nothing is stored until a reset finds none in use. Reset again when no "
+                "request runs, or with reset_running_requests"
+            )
         self._usable()
 
     def get_stats(self) -> OffloadingConnectorStats | None:

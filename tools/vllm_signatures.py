@@ -228,6 +228,8 @@ class Reader:
             if self._sources.module(dotted) is not None:
                 return {"kind": "module"}
             owner, _, attribute = dotted.rpartition(".")
+            if method := self.methods(owner).get(attribute):
+                return {"kind": "function", **method}
             return {"kind": "attribute"} if self._has(owner, attribute) else None
         match found[1]:
             case ast.ClassDef():

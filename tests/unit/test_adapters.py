@@ -73,6 +73,16 @@ def test_a_number_that_may_mean_other_weights_is_not_served_any_more(path: str, 
     assert adapters.digest(1, first, replaced_in_place=False) == b""
 
 
+def test_files_that_a_request_reads_in_another_way_are_another_adapter(tmp_path: Path) -> None:
+    """Whether the weights of experts lie in three dimensions is said by the request, not by the files."""
+    adapters, path = at_once(), adapter(tmp_path / "a")
+    flat = digest(adapters, path)
+    assert adapters.digest(2, path, replaced_in_place=False, is_3d=True) == b""
+    assert adapters.digest(2, path, replaced_in_place=False, is_3d=True) not in (b"", flat)
+    assert adapters.digest(1, path, replaced_in_place=False, is_3d=True) == b"", "which of them the engine has"
+    assert adapters.digest(1, path, replaced_in_place=False) == b""
+
+
 def test_an_adapter_replaced_in_place_is_not_served_any_more(tmp_path: Path) -> None:
     adapters, path = at_once(), adapter(tmp_path / "a")
     assert digest(adapters, path)

@@ -16,6 +16,7 @@ def test_answers_are_stored_by_default_and_the_canonical_layout_is_on():
         "spec_module_path": SPEC_MODULE_PATH,
         "canonical_layout": True,
         "offload_prompt_only": False,
+        "self_describing_kv_events": False,
     }
 
 

@@ -13,7 +13,10 @@ pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
 import torch
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
@@ -45,6 +48,12 @@ def test_a_name_that_does_not_exist_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="NoSuchConnector"):
         _ = connector.NoSuchConnector
+
+
+def test_vllms_connector_of_several_finds_what_makes_our_statistics():
+    """It does so by name in the front end, for each report: an exception there is the end of the engine."""
+    made = MultiConnector.build_kv_connector_stats({"KVStoreConnector": {"data": {}}})
+    assert isinstance(made["KVStoreConnector"], OffloadingConnectorStats)
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
@@ -97,6 +106,13 @@ def test_a_model_whose_tokens_see_those_behind_them_is_refused():
     groups = [KVCacheGroupSpec(group.layer_names, replace(group.kv_cache_spec, non_causal=True))]
     with pytest.raises(ValueError, match="of no use to other requests: it lets a prompt's tokens see"):
         build(vllm_config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+
+
+def test_a_diffusion_model_is_refused(monkeypatch):
+    config = vllm_config()
+    monkeypatch.setitem(vars(config.model_config), "is_diffusion", True)
+    with pytest.raises(ValueError, match="of no use to other requests: it denoises its answers"):
+        build(config)
 
 
 def test_a_model_with_windows_of_generated_tokens_is_refused(monkeypatch):
@@ -221,6 +237,12 @@ def test_a_seed_that_cannot_be_shared_is_refused_with_the_fix(monkeypatch, seed)
         monkeypatch.setenv("PYTHONHASHSEED", seed)
     with pytest.raises(SeedMismatch, match="export PYTHONHASHSEED=0"):
         build(vllm_config())
+
+
+def test_vllm_keeps_no_tokens_for_events_that_never_come():
+    config = vllm_config({"self_describing_kv_events": True})
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    assert not build(config).scheduler._events_tracker.self_describing_enabled
 
 
 def test_a_wrong_key_is_refused_when_the_connector_is_built():

@@ -15,6 +15,7 @@ os.environ.setdefault("PYTHONHASHSEED", "0")
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading_scheduler
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector import compat, metrics
@@ -651,6 +652,34 @@ def test_a_daemon_that_appears_after_a_reset_is_told_of_it(engine):
     assert {namespace for namespace, _, _ in engine.daemon.stored} == {b"namespace-000001"}
 
 
+def test_after_a_reset_that_left_blocks_in_use_nothing_is_stored_until_one_leaves_none(engine, caplog):
+    """vLLM keeps what the old weights computed, in running requests and in its own prefix cache."""
+    engine.add("running", PROMPT, max_tokens=30)
+    engine.step()
+    with caplog.at_level(logging.WARNING, logger="vllm.connector.scheduler"):
+        assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    before = set(engine.daemon.stored)
+    engine.add("next", PROMPT[::-1], max_tokens=1)
+    engine.run()
+    engine.serve("prefix of the first", [*PROMPT[:24], *PROMPT], max_tokens=1)
+    assert set(engine.daemon.stored) == before
+    assert sorted(engine.daemon.granted) == sorted(slot for slot, _ in engine.steps.free)
+    assert any("blocks of the engine's own were in use" in record.message for record in caplog.records)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.serve("anew", PROMPT)
+    assert {namespace for namespace, _, _ in set(engine.daemon.stored) - before} == {engine.daemon.namespace}
+
+
+def test_a_second_reset_that_leaves_no_blocks_ends_what_the_first_one_began(engine):
+    engine.add("running", PROMPT, max_tokens=30)
+    engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.abort("running")
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.serve("anew", PROMPT)
+    assert engine.daemon.stored
+
+
 def test_two_resets_without_a_step_between_them_are_one(engine):
     engine.add("running", PROMPT, max_tokens=30)
     engine.step()
@@ -769,6 +798,30 @@ def test_a_request_that_was_preempted_between_steps_may_load_in_the_next_one(eng
     engine.run()
     assert list(request.output_token_ids) == list(undisturbed.output_token_ids)
     assert engine.daemon.hits == 5
+
+
+def test_what_was_computed_from_blocks_that_another_connector_left_wrong_is_not_kept(engine):
+    """Its load ended within the step that read it: vLLM hears of it when the step's stores are under way."""
+    request = engine.add("loaded by another", PROMPT, max_tokens=20)
+    engine.step()
+    engine.step()
+    assert engine.half.jobs.running
+    [blocks] = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    engine.connector.update_connector_output(KVConnectorOutput(invalid_block_ids={blocks[1]}))
+    engine.run()
+    assert not set(stored_keys(engine)) & set(request.block_hashes[1:10:2])
+    assert sorted(engine.daemon.granted) == sorted(slot for slot, _ in engine.steps.free)
+
+
+def test_blocks_that_our_own_load_left_wrong_cost_no_store_of_others(engine):
+    engine.serve("cold", PROMPT, max_tokens=1)
+    empty_own_cache(engine)
+    engine.copier.failures.append({4})
+    engine.add("hot", PROMPT, max_tokens=1)
+    engine.add("storing", PROMPT[::-1], max_tokens=1)
+    engine.run()
+    assert (engine.daemon.failed_loads, len(engine.daemon.stored)) == (1, 10)
+    assert engine.metric(metrics.FAILED_STORES) == 0
 
 
 def test_a_record_never_shows_its_salt(engine):

@@ -337,7 +337,7 @@ class EngineConfig:
         self.kv_transfer_config = SimpleNamespace(kv_connector_extra_config={"blocks_per_chunk": 4}, engine_id="e")
         self.kv_events_config = None
         self.compilation_config = SimpleNamespace(custom_ops=["all"])
-        self.load_config = SimpleNamespace(load_format="auto", download_dir=None)
+        self.load_config = SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={})
         self.speculative_config: SimpleNamespace | None = None
         self.use_v2_model_runner = False
         self.num_blocks = 8
@@ -608,6 +608,10 @@ def test_code_that_comes_with_a_model_is_told_apart_by_its_files(engine: EngineC
         pytest.param(lambda e, _: setattr(e.attention_config, "indexer_kv_dtype", "bf16"), id="indexer"),
         pytest.param(lambda e, _: e.model_config.model_class_overrides.update(A="m:B"), id="class"),
         pytest.param(lambda _, patch: patch.setenv("VLLM_CPU_INT4_W4A8", "0"), id="activations"),
+        pytest.param(
+            lambda _, patch: patch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "u"), id="pretended routers"
+        ),
+        pytest.param(lambda e, _: setattr(e.attention_config, "use_prefill_query_quantization", True), id="queries"),
     ],
 )
 def test_what_chooses_the_arithmetic_changes_the_namespace(
@@ -625,9 +629,9 @@ def test_an_engine_whose_weights_changed_while_it_started_shares_with_no_other(
     before = namespace_id(engine.document())
     engine.started_ns = None  # this process began before the weights were written
     seen = {before}
-    for engine.instance_id in ("one", "two"):
+    for engine.instance_id, engine.kv_transfer_config.engine_id in itertools.product(["one", "two"], ["e", "f"]):
         seen.add(namespace_id(engine.document()))
-    assert len(seen) == 3
+    assert len(seen) == 5
     assert "were changed after this process had begun" in caplog.text
 
 
@@ -639,7 +643,73 @@ def test_a_draft_model_that_changed_while_the_engine_started_counts_too(engine: 
     engine.speculative_config = SimpleNamespace(
         method="eagle", num_speculative_tokens=3, kv_cache_dtype=None, draft_model_config=draft, draft_load_config=None
     )
-    assert engine.document()["unshared"] == "one"
+    assert engine.document()["unshared"] == "e.one"
+
+
+@pytest.mark.parametrize("load_format", ["tensorizer", "modelexpress", "ipc_cache", "of_a_plugin"])
+def test_weights_that_a_load_format_brings_from_elsewhere_are_shared_with_no_other_engine(
+    engine: EngineConfig, caplog: pytest.LogCaptureFixture, load_format: str
+) -> None:
+    """A tensorizer's URI, a server, a daemon that read the files an hour ago: the folder says nothing of them."""
+    before = namespace_id(engine.document())
+    engine.load_config.load_format = load_format
+    assert engine.document()["unshared"] == "e.one"
+    assert namespace_id(engine.document()) != before
+    assert f"come from elsewhere (--load-format {load_format})" in caplog.text
+
+
+def test_weights_named_apart_from_the_model_are_shared_with_no_other_engine(engine: EngineConfig) -> None:
+    engine.load_config.load_format = "runai_streamer"
+    assert "unshared" not in engine.document()
+    engine.model_config.model_weights = engine.model_config.model
+    assert "unshared" not in engine.document()
+    engine.model_config.model_weights = "s3://bucket/tuned"
+    assert engine.document()["unshared"] == "e.one"
+
+
+def test_weights_of_another_hub_are_not_taken_for_those_of_the_same_name_here(
+    engine: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "models--org--name" / "snapshots" / COMMIT).mkdir(parents=True)
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text(COMMIT)
+    engine.load_config.download_dir = str(tmp_path)
+    folder, engine.model_config.model = engine.model_config.model, "org/name"
+    engine.started_ns = 1 << 62
+    assert f"hub:{COMMIT}" in canonical_json(engine.document())
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    assert f"hub:{COMMIT}" not in canonical_json(engine.document())
+    assert engine.document()["unshared"] == "e.one"
+    engine.model_config.model = folder
+    assert "unshared" not in engine.document()
+
+
+def test_formats_that_read_the_same_files_are_one_and_others_are_apart(engine: EngineConfig) -> None:
+    """A folder may hold the same tensors twice, and not the same bytes."""
+    seen: dict[str, str] = {}
+    for load_format in ("auto", "safetensors", "fastsafetensors", "mistral", "pt", "npcache", "sharded_state"):
+        engine.load_config.load_format = load_format
+        seen[load_format] = namespace_id(engine.document()).hex()
+    assert seen.pop("fastsafetensors") == seen["safetensors"]
+    engine.load_config.model_loader_extra_config = {"pattern": "other-{rank}-{part}.safetensors"}
+    seen["another pattern"] = namespace_id(engine.document()).hex()
+    assert len(set(seen.values())) == len(seen)
+
+
+def test_what_of_an_adapter_is_applied_and_how_it_is_read_is_in_its_settings() -> None:
+    from vllm.config import LoRAConfig
+
+    plain = identity.adapter_settings(LoRAConfig())
+    restricted = identity.adapter_settings(LoRAConfig(target_modules=["o_proj", "qkv_proj"]))
+    assert restricted == identity.adapter_settings(LoRAConfig(target_modules=["qkv_proj", "o_proj"]))
+    assert plain == identity.adapter_settings(LoRAConfig(max_loras=4))
+    others = [
+        restricted,
+        identity.adapter_settings(LoRAConfig(target_modules=["o_proj"])),
+        identity.adapter_settings(LoRAConfig(enable_tower_connector_lora=True)),
+        identity.adapter_settings(LoRAConfig(lora_dtype="float16")),
+    ]
+    assert len({plain, *others}) == 5
 
 
 def test_a_process_knows_when_it_began() -> None:
