@@ -37,7 +37,7 @@ SMALL_READS = 64
 
 def calibrate(
     fs_dir: Annotated[
-        Path | None, typer.Option(help="Directory of the fs tier, or another on the same disk. Without: memory only.")
+        Path | None, typer.Option(help="Directory of the fs tier, or another on the same disk. Without: no disk.")
     ] = None,
     device: Annotated[
         int | None, typer.Option(help="CUDA device to measure. Default: the first, where there is one.", min=0)

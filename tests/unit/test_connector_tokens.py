@@ -49,7 +49,9 @@ WAYS = {
     },
 }
 """`sessions`: streaming ones come too. `gentle`: no load fails, for with several groups such a request waits for blocks
-anew, and where blocks are few it may wait for ever (docs/decisions/021)."""
+anew, and where blocks are few it may wait for ever (docs/decisions/021). `blocks`: enough for the longest request (some
+100 tokens), for vLLM waits for ever with one that does not fit, with a connector or without: of 16 and of 4 tokens
+(window 10) 18 are too few. It starts no engine whose KV cache does not hold a request of the longest length."""
 
 
 class Life:
