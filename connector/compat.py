@@ -102,21 +102,17 @@ def expect_whole_block_tables(scheduler: "OffloadingConnectorScheduler", output:
             state.block_ids.clear()
 
 
-def forget_given_back(
-    scheduler: "OffloadingConnectorScheduler", req_id: str, block_ids: Sequence[Sequence[int]]
-) -> None:
-    """Of a request that ends vLLM may offer chunks of a window that it left out before, though the blocks that it knows
-    of them may be another's since: it looks after those of later chunks alone. `block_ids`: what the request has, 0
-    where it gave a block back."""
+def offer_nothing_left_out(scheduler: "OffloadingConnectorScheduler", req_id: str) -> None:
+    """Of a request that ends vLLM may offer chunks of a window that it left out before (where windows are kept whole:
+    `--prefix-cache-retention-interval None`), though their blocks may be another's by then: given back while the
+    request went on, or given away in the step that offers them. It looks after those of later chunks alone."""
     status = scheduler._req_status.get(req_id)
     if status is None:
         return
     for group, state in zip(scheduler.config.kv_group_configs, status.group_states, strict=True):
         if group.sliding_window_size_in_chunks is not None:
             left_out = min(state.next_stored_chunk_idx * scheduler.config.blocks_per_chunk, len(state.block_ids))
-            for place, block_id in enumerate(block_ids[group.group_idx][:left_out]):
-                if block_id == 0:
-                    state.block_ids[place] = 0
+            state.block_ids[:left_out] = [0] * left_out
 
 
 def end_tokens(

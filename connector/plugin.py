@@ -219,7 +219,7 @@ class KVStoreConnector(OffloadingConnector):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler_half.finishing(request.request_id, request.num_computed_tokens)
-        compat.forget_given_back(self.scheduler, request.request_id, block_ids)
+        compat.offer_nothing_left_out(self.scheduler, request.request_id)
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:

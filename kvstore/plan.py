@@ -13,9 +13,11 @@ from kvstore import costmodel
 from kvstore.costmodel import BreakEven, KVSize, RecomputeModel, TransferModel
 from kvstore.errors import ConfigurationError
 from kvstore.profiles import Disk, Geometry, Gpu, Prefill
+from kvstore.profiles.machine import Known, Machine
 
 KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_ds_mla")
 LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+BLOCK_TOKENS = 16  # of vLLM on CUDA by default
 STATE_SLOTS = 4  # of recurrent state that one request of a hybrid model holds
 GPU_MEMORY_UTILIZATION = 0.92  # vLLM's default, a share of the GPU's whole memory
 # How long chunks must be kept for those that come back to be found: 9 of 10 and 99 of 100 in a day's conversations.
@@ -47,7 +49,8 @@ _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4
 class Layout:
     """KV of one model. `state_bytes_on_rank`: what a request holds however long it is, all its slots.
 
-    For sliding windows that is the window, for linear attention the recurrent and convolution state.
+    For sliding windows that is the window, for linear attention the recurrent and convolution state. `knows_states`
+    false: nothing says whether there are any, and they are counted as none.
     """
 
     kv_bytes_per_token: float
@@ -58,6 +61,13 @@ class Layout:
     replicated: bool
     geometry: Geometry | None
     note: str
+    growing_layers: int  # whose KV grows with the prompt
+    knows_states: bool = True
+
+    @property
+    def fragment_bytes(self) -> int:
+        """Of one layer's block on one rank, which is what a copy has in one piece."""
+        return round(self.kv_bytes_per_token_on_rank / max(1, self.growing_layers) * BLOCK_TOKENS)
 
     @property
     def state_bytes_on_rank(self) -> int:
@@ -119,7 +129,7 @@ def layout_from_config(
             indexer_bytes = fields.count("index_head_dim", default=128) + _INDEXER_SCALE_BYTES
             total += indexers * indexer_bytes
             note += f", {indexers} indexers of {indexer_bytes}"
-        return Layout(total, total, state_slot, slots, 0, True, geometry, note + _state_note(kinds, state_slot))
+        return Layout(total, total, state_slot, slots, 0, True, geometry, note + _state_note(kinds, state_slot), full)
     if kv_dtype == "fp8_ds_mla":
         raise ConfigurationError("fp8_ds_mla is a format of MLA models; this model has none: use fp8 or auto")
     kv_heads, head_dim = geometry.kv_heads, geometry.head_dim
@@ -140,6 +150,7 @@ def layout_from_config(
         False,
         geometry,
         note + _state_note(kinds, state_slot),
+        full,
     )
 
 
@@ -359,22 +370,30 @@ def _find(pattern: str, text: str) -> list[str]:
 
 
 def layout_from_log(log: EngineLog, known: Layout | None, geometry: Geometry | None) -> Layout:
-    """The log's bytes; the rest from the configuration, where one was given too."""
-    replicated = known.replicated if known is not None else geometry is not None and geometry.kv_heads == 1
+    """The log's bytes; the rest from the configuration, where one was given too. A log's bytes a token are those of a
+    request of the longest length, its windows and states included, so a configuration with such layers says better
+    what a token takes; of a log alone nothing says whether there are any."""
     on_rank = log.kv_bytes_per_token_on_rank
+    said = f"the engine's log: {log.kv_cache_tokens} tokens, {on_rank:.0f} bytes each on a rank"
+    if known is not None and known.state_bytes_on_rank > 0:
+        return replace(known, note=f"{known.note}; {said}, windows and states included")
+    replicated = known.replicated if known is not None else geometry is not None and geometry.kv_heads == 1
     geometry = known.geometry if known is not None else geometry
     ranks: float = log.tp_size
     if geometry is not None:  # heads fewer than the ranks are held more than once, and stored once
         ranks = geometry.kv_heads / -(-geometry.kv_heads // log.tp_size)
+    layers = geometry.layers if geometry is not None else 1
     return Layout(
         on_rank if replicated else on_rank * ranks,
         on_rank,
-        known.state_slot_bytes_on_rank if known is not None else 0,
-        known.state_slots if known is not None else 0,
-        known.window_bytes_on_rank if known is not None else 0,
+        0,
+        0,
+        0,
         replicated,
         geometry,
-        f"the engine's log: {log.kv_cache_tokens} tokens, {on_rank:.0f} bytes each on a rank",
+        said,
+        known.growing_layers if known is not None else layers,
+        knows_states=known is not None,
     )
 
 
@@ -433,7 +452,7 @@ class Plan:
 
     layout: Layout
     tp_size: int
-    gpu: Gpu | None
+    machine: Machine
     prefill: Prefill
     tiers: tuple[TierPlan, ...]
     tokens_per_s: float
@@ -451,18 +470,20 @@ class Plan:
         return costmodel.drive_writes_per_day(self.write_bytes_per_s, self.drive_bytes)
 
     def document(self) -> dict[str, object]:
-        """For `--json`. A break-even of null: a load never wins from any length on; of 0: from every one."""
+        """For `--json`. A break-even of null: a load never wins from any length on; of 0: from every one. States of
+        null: nothing says whether there are any."""
         layout = self.layout
         return {
             "kv_bytes_per_token": _number(layout.kv_bytes_per_token),
             "kv_bytes_per_token_on_rank": _number(layout.kv_bytes_per_token_on_rank),
-            "state_slot_bytes_on_rank": layout.state_slot_bytes_on_rank,
-            "state_bytes_on_rank": layout.state_bytes_on_rank,
-            "prompt_bytes_not_counted": layout.prompt_bytes(self.tp_size),
+            "state_slot_bytes_on_rank": layout.state_slot_bytes_on_rank if layout.knows_states else None,
+            "state_bytes_on_rank": layout.state_bytes_on_rank if layout.knows_states else None,
+            "prompt_bytes_not_counted": layout.prompt_bytes(self.tp_size) if layout.knows_states else None,
             "tp_size": self.tp_size,
             "layout": layout.note,
             "prefill_source": self.prefill.source,
-            "gpu": None if self.gpu is None else _gpu_document(self.gpu),
+            "gpu": None if self.machine.gpu is None else _gpu_document(self.machine.gpu),
+            **self.machine.document(),
             "requests": [
                 {"tokens": tokens, "bytes_on_rank": _number(layout.request_bytes_on_rank(tokens))} for tokens in LENGTHS
             ],
@@ -492,9 +513,7 @@ class Plan:
 def make_plan(
     layout: Layout,
     prefill: Prefill,
-    gpu: Gpu | None,
-    link_gpu: Gpu,
-    disk: Disk,
+    machine: Machine,
     *,
     tp_size: int,
     step_tokens: int | None = None,
@@ -505,23 +524,19 @@ def make_plan(
     fs_bytes: int | None = None,
     drive_bytes: float = DRIVE_BYTES,
 ) -> Plan:
-    """`link_gpu`: whose link to host memory is assumed (that of `gpu`, where it is known; else nobody measured it).
-
-    `tokens_per_s`: prompt tokens a second, as measured; None: as fast as it can prefill prompts of 8,192 tokens, the
-    most there can be. `new_share`: of them that no cache holds.
-    """
+    """`tokens_per_s`: prompt tokens a second, as measured; None: as fast as it can prefill prompts of 8,192 tokens, the
+    most there can be. `new_share`: of them that no cache holds."""
     refuse_without_growth(layout)
     model = prefill.recompute_model(step_tokens=step_tokens)
     rate = tokens_per_s if tokens_per_s is not None else 8192 / costmodel.recompute_s(model, 0, 8192)
     bytes_per_s = rate * new_share * layout.kv_bytes_per_token
-    link = link_gpu.link
-    measured = gpu is not None and link.measured
-    both = from_disk(layout, disk, link.expected, chunk_tokens)
+    link, measured = machine.link, machine.link_source.known is not Known.ASSUMED
+    both = from_disk(layout, machine.disk, link, chunk_tokens)
     tiers = (
-        _tier("cpu", link.expected, model, layout.on_rank, CPU_WINDOW_S, bytes_per_s, cpu_bytes, measured=measured),
+        _tier("cpu", link, model, layout.on_rank, CPU_WINDOW_S, bytes_per_s, cpu_bytes, measured=measured),
         _tier("fs", both, model, layout.from_disk(tp_size), FS_WINDOW_S, bytes_per_s, fs_bytes, measured=measured),
     )
-    return Plan(layout, tp_size, gpu, prefill, tiers, rate, tokens_per_s is not None, new_share, drive_bytes)
+    return Plan(layout, tp_size, machine, prefill, tiers, rate, tokens_per_s is not None, new_share, drive_bytes)
 
 
 def refuse_without_growth(layout: Layout) -> None:

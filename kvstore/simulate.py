@@ -29,7 +29,7 @@ from kvstore.admission import Admission, Hit, Mode, Priors, leading
 from kvstore.costmodel import KVSize, RecomputeModel, TransferModel, drive_writes_per_day, recompute_s, transfer_s
 from kvstore.decisions import Room, is_full
 from kvstore.errors import ConfigurationError
-from kvstore.profiles import Disk
+from kvstore.profiles.machine import Machine
 from kvstore.tiers.host_memory import memory_limits
 
 ADMISSIONS = ("always", "never", "model")
@@ -79,18 +79,19 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Of the engine whose time is saved. Transfer times are one rank's."""
+    """Of the engine whose time is saved. Each load moves, beside its tokens' KV, one state and the windows at its end:
+    on a link one rank's, from disk those of all ranks."""
 
     recompute: RecomputeModel
-    kv_bytes_per_token: float
+    kv: KVSize  # of all ranks
     kv_on_rank: KVSize
-    cpu_link: TransferModel
+    kv_from_disk: KVSize  # what a rank's load from disk takes as long as
+    machine: Machine
     fs_link: TransferModel  # both hops
-    disk: Disk  # of the fs tier: all ranks' bytes
     note: str
 
     def chunk_bytes(self, tokens_per_chunk: int) -> int:
-        return round(self.kv_bytes_per_token * tokens_per_chunk)
+        return round(self.kv.bytes_per_token * tokens_per_chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +140,19 @@ class Simulation:
 
     @property
     def load_s(self) -> float:
+        """States and windows are those of a hit's end, so of the lower tier where both have a part of it."""
+        hardware = self.hardware
         fs_tokens = np.minimum(self.fs_hits.astype(np.int64) * self.trace.tokens_per_block, self.hit_tokens)
-        loads = ((self.hardware.cpu_link, self.hit_tokens - fs_tokens), (self.hardware.fs_link, fs_tokens))
+        cpu_tokens = self.hit_tokens - fs_tokens
+        loads = (
+            (hardware.machine.link, hardware.kv_on_rank, cpu_tokens[fs_tokens == 0]),
+            (hardware.machine.link, KVSize(hardware.kv_on_rank.bytes_per_token), cpu_tokens[fs_tokens > 0]),
+            (hardware.fs_link, hardware.kv_from_disk, fs_tokens),
+        )
         return float(
             sum(
-                count * transfer_s(link, self.hardware.kv_on_rank.of(loaded))
-                for link, tokens in loads
+                count * transfer_s(link, kv.of(loaded))
+                for link, kv, tokens in loads
                 for loaded, count in _counted(tokens)
             )
         )
@@ -177,6 +185,8 @@ class Simulation:
             "eviction_policy": self.eviction_policy,
             "admission": self.admission,
             "hardware": self.hardware.note,
+            **self.hardware.machine.document(),
+            "prompt_bytes_not_counted": self.hardware.kv.state_bytes,
             "chunk_hit_rate": self.chunk_hit_rate,
             "token_hit_rate": self.token_hit_rate,
             "seconds_saved": self.seconds_saved,
@@ -254,20 +264,21 @@ class _Engine:
     """An engine's own policy, asked request by request; it measures what its transfers take on this hardware."""
 
     def __init__(self, hardware: Hardware, tokens_per_chunk: int) -> None:
+        self._hardware = hardware
         self._tokens_per_chunk = tokens_per_chunk
         self._chunk_bytes = hardware.chunk_bytes(tokens_per_chunk)
-        on_rank = hardware.kv_on_rank.bytes_per_token / hardware.kv_bytes_per_token
-        self._copy = TransferModel(hardware.cpu_link.bytes_per_s / on_rank, hardware.cpu_link.overhead_s)
-        self._read = hardware.disk.read
+        on_rank = hardware.kv_on_rank.bytes_per_token / hardware.kv.bytes_per_token
+        link = hardware.machine.link
+        copy = TransferModel(link.bytes_per_s / on_rank, link.overhead_s)
         self._now_s = 0.0  # only loads take time
         self._admission = Admission(
             Mode.MODEL,
             Priors(
                 recompute=hardware.recompute,
-                load=self._copy,
-                store=self._copy,
-                disk=self._read,
-                disk_write_bytes_per_s=hardware.disk.write_bytes_per_s,
+                load=copy,
+                store=copy,
+                disk=hardware.machine.disk.read,
+                disk_write_bytes_per_s=hardware.machine.disk.write_bytes_per_s,
                 recompute_known=True,
             ),
             tokens_per_chunk=tokens_per_chunk,
@@ -292,17 +303,23 @@ class _Engine:
         )
         verdict = self._admission.load(request, hit, wait_s_max=math.inf)
         end = -(-verdict.end_tokens // self._tokens_per_chunk)
-        if chunks := codes.count(FS, 0, end) or int(verdict.probe):
-            seconds = transfer_s(self._read, chunks * self._chunk_bytes)
-            self._admission.read(chunks=chunks, chunk_bytes=self._chunk_bytes, seconds=seconds)
+        if chunks := codes.count(FS, 0, end):
+            self._read(chunks, self._hardware.kv.of(chunks * self._tokens_per_chunk))
+        elif verdict.probe:
+            self._read(1, self._chunk_bytes)
         if verdict.loads:
             self._admission.load_began(verdict, end)
-            seconds = transfer_s(self._copy, end * self._chunk_bytes)
+            copied = self._hardware.kv_on_rank.of(end * self._tokens_per_chunk)
+            seconds = transfer_s(self._hardware.machine.link, copied)
             self._now_s += seconds
             self._admission.copied(store=False, chunks=end, chunk_bytes=self._chunk_bytes, seconds=seconds)
             self._admission.load_ended(verdict, service_s=seconds, loaded_chunks=end)
         self._admission.finished(request)
         return end
+
+    def _read(self, chunks: int, nbytes: float) -> None:
+        seconds = transfer_s(self._hardware.machine.disk.read, nbytes)
+        self._admission.read(chunks=chunks, chunk_bytes=self._chunk_bytes, seconds=seconds)
 
     def store_ends(
         self, request: str, ids: NDArray[np.uint64], codes: bytes, load_end: int, *, cpu_full: bool, disk: Room

@@ -1,7 +1,9 @@
-"""`kvstore calibrate`: how fast this node's memory, disk and GPU are, measured, for engines to start from."""
+"""`kvstore calibrate`: how fast this node's memory, disk and GPU are, for engines, `plan` and `simulate` to start
+from."""
 
 import mmap
 import os
+import socket
 import statistics
 import tempfile
 import time
@@ -35,7 +37,7 @@ SMALL_READS = 64
 
 def calibrate(
     fs_dir: Annotated[
-        Path | None, typer.Option(help="Directory of the fs tier, or another on the same disk. Without: memory only.")
+        Path | None, typer.Option(help="Directory of the fs tier, or another on the same disk. Without: no disk.")
     ] = None,
     device: Annotated[
         int | None, typer.Option(help="CUDA device to measure. Default: the first, where there is one.", min=0)
@@ -45,13 +47,13 @@ def calibrate(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Measure this node's memory, disk and GPU, and write the profile that engines start from.
+    """Measure this node's memory, disk and GPU, and write the profile that engines, plan and simulate start from.
 
     Takes some seconds (with a GPU up to a minute) and 600 MiB of memory, of the GPU too; writes and removes a file of
     256 MiB in --fs-dir. Run it while nothing else uses the disk and the GPU. One GPU stands for the node's others.
     """
     with reported(None, as_json=json):
-        found = measured.Measured(_host_copy())
+        found = measured.Measured(_host_copy(), node=socket.gethostname(), at_s=time.time())
         if fs_dir is not None:
             disk_read, write_bytes_per_s = _disk(fs_dir)
             found = replace(found, disk_read=disk_read, disk_write_bytes_per_s=write_bytes_per_s)

@@ -15,8 +15,24 @@ from kvstore import profiles
 from kvstore.cli.output import Json, print_json, print_table, reported
 from kvstore.config import parse_bytes
 from kvstore.errors import ConfigurationError
+from kvstore.profiles import measured
+from kvstore.profiles.machine import DEFAULT_GPU, find_machine
 
-_DEFAULT_GPU = "h100_sxm"
+GpuName = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        help="Name as the driver reports it, or a part of it. Default: the one that `kvstore calibrate` measured here, "
+        f"else {DEFAULT_GPU}.",
+    ),
+]
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        help="What `kvstore calibrate` wrote of this node, which counts before published figures; `none` to leave it "
+        "out. Default: KVSTORE_PROFILE, else the configuration directory, if it is there."
+    ),
+]
 _TOKENS_PER_S_MAX = 1e12
 
 
@@ -25,7 +41,8 @@ def plan(
         Path | None, typer.Option(help="The model's config.json, or the directory that holds it.")
     ] = None,
     engine_log: Annotated[Path | None, typer.Option(help="The log of an engine's start, at log level INFO.")] = None,
-    gpu: Annotated[str, typer.Option(help="Name as the driver reports it, or a part of it.")] = _DEFAULT_GPU,
+    gpu: GpuName = None,
+    profile: Profile = None,
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel size. Default: the log's, else 1.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(planning.KV_DTYPES)}.")] = None,
     state_slots: Annotated[
@@ -44,7 +61,7 @@ def plan(
     """Size the tiers and say from which prefix length on a load pays, before anything runs."""
     with reported(None, as_json=json):
         found = _plan(
-            config, engine_log, gpu, tp, kv_dtype, state_slots, tokens_per_s, new_share,
+            config, engine_log, gpu, profile, tp, kv_dtype, state_slots, tokens_per_s, new_share,
             size_of("--cpu-bytes", cpu_bytes), size_of("--fs-bytes", fs_bytes), size_of("--drive-bytes", drive_bytes),
         )  # fmt: skip
         if plot is not None:
@@ -58,7 +75,8 @@ def plan(
 def _plan(
     config: Path | None,
     engine_log: Path | None,
-    gpu_name: str,
+    gpu_name: str | None,
+    profile: str | None,
     tp: int | None,
     kv_dtype: str | None,
     state_slots: int,
@@ -97,15 +115,11 @@ def _plan(
         raise ConfigurationError(
             f"the log names the model {model!r}, of which no profile is known; give its config.json too (--config)"
         )
-    gpu = profiles.find_gpu(gpu_name)
-    link_gpu = gpu or profiles.find_gpu(_DEFAULT_GPU)
-    assert link_gpu is not None, f"no profile of {_DEFAULT_GPU}"
+    machine = find_machine(node_profile(profile), gpu_name, layout.fragment_bytes)
     return planning.make_plan(
         layout,
-        profiles.find_prefill(layout.geometry, gpu_name, tp_size),
-        gpu,
-        link_gpu,
-        profiles.find_disk(),
+        profiles.find_prefill(layout.geometry, machine.gpu_name, tp_size),
+        machine,
         tp_size=tp_size,
         step_tokens=log.step_tokens if log is not None else None,
         tokens_per_s=tokens_per_s,
@@ -114,6 +128,17 @@ def _plan(
         fs_bytes=fs_bytes,
         drive_bytes=drive_bytes if drive_bytes is not None else planning.DRIVE_BYTES,
     )
+
+
+def node_profile(named: str | None) -> measured.Measured | None:
+    """As `--profile` says. ConfigurationError: it is damaged, or is not there though it was named."""
+    if named == "none":
+        return None
+    path = measured.profile_path() if named is None else Path(named)
+    found = measured.read(path)
+    if found is None and named is not None:
+        raise ConfigurationError(f"--profile {named} is not there; write it with `kvstore calibrate --output {named}`")
+    return found
 
 
 def size_of(flag: str, value: str | None) -> int | None:
@@ -151,15 +176,24 @@ def _print_tables(found: planning.Plan, console: Console) -> None:
     lines = [
         f"{layout.note}",
         f"{layout.kv_bytes_per_token:,.0f} bytes a token, {layout.kv_bytes_per_token_on_rank:,.0f} on each of "
-        f"{found.tp_size} ranks; {layout.state_bytes_on_rank:,} bytes a request however long",
+        f"{found.tp_size} ranks"
+        + (f"; {layout.state_bytes_on_rank:,} bytes a request however long" if layout.knows_states else ""),
         f"recompute times: {found.prefill.source}",
+        *found.machine.sentences(),
     ]
-    if found.gpu is not None and (memory := planning.gpu_memory(found.gpu)) is not None:
-        lines.append(f"{found.gpu.name}: {decimal(int(memory[0]))}, of which vLLM takes {decimal(int(memory[1]))}")
+    if not layout.knows_states:
+        lines.insert(
+            2,
+            "An engine's log does not say whether the model has windows or states. If it has, fewer bytes are kept of "
+            "each token, and more is loaded with each prompt; its config.json says so (--config)",
+        )
+    gpu = found.machine.gpu
+    if gpu is not None and (memory := planning.gpu_memory(gpu)) is not None:
+        lines.append(f"{gpu.name}: {decimal(int(memory[0]))}, of which vLLM takes {decimal(int(memory[1]))}")
     for line in lines:
         console.print(line, highlight=False)
     for tier in found.tiers:
-        print_table(_length_table(tier, gpu_is_known=found.gpu is not None))
+        print_table(_length_table(tier, gpu_is_known=gpu is not None))
     sizes = Table("tier", "size", "holds tokens", "to keep what comes back", "for", title="sizes")
     for tier in found.tiers:
         tokens = tier.tokens(layout.kv_bytes_per_token)

@@ -13,12 +13,14 @@ from kvstore import plan as planning
 from kvstore import profiles
 from kvstore import simulate as simulation
 from kvstore.cli.output import Json, print_json, print_table, reported
-from kvstore.cli.plan import read_config, size_of
+from kvstore.cli.plan import GpuName, Profile, node_profile, read_config, size_of
 from kvstore.config import EVICTION_POLICIES, EVICTION_POLICY_DEFAULT
+from kvstore.costmodel import KVSize
 from kvstore.errors import ConfigurationError
 from kvstore.limits import WORLD_SIZE_MAX
+from kvstore.profiles.machine import find_machine
+from kvstore.profiles.measured import Measured
 
-_GPU = "h100_sxm"
 _MODEL = "Llama-3.1-8B"
 _CHUNK_TOKENS_MAX = 1 << 24
 _MODEL_CONFIG: dict[str, object] = {
@@ -64,7 +66,8 @@ def simulate(
     config: Annotated[
         Path | None, typer.Option(help=f"The model's config.json, or its directory. Default: {_MODEL}.")
     ] = None,
-    gpu: Annotated[str, typer.Option(help="Name as the driver reports it, or a part of it.")] = _GPU,
+    gpu: GpuName = None,
+    profile: Profile = None,
     tp: Annotated[int, typer.Option(min=1, max=WORLD_SIZE_MAX, help="Tensor parallel size.")] = 1,
     drive_bytes: Annotated[str, typer.Option(help="Size of the drive, for its wear.")] = "7680GB",
     json: Json = False,
@@ -73,7 +76,7 @@ def simulate(
     with reported(None, as_json=json):
         requests = simulation.read_trace(trace, tokens_per_block=tokens_per_block)
         requests = requests.in_chunks(tokens_per_chunk or requests.tokens_per_block)
-        hardware = _hardware(config, gpu, tp, requests.tokens_per_block)
+        hardware = _hardware(config, node_profile(profile), gpu, tp, requests.tokens_per_block)
         chunk_bytes = hardware.chunk_bytes(requests.tokens_per_block)
         cpu = _chunks("--cpu", cpu_bytes, cpu_chunks, chunk_bytes)
         if cpu is None:
@@ -93,21 +96,22 @@ def simulate(
         _print(found, Console())
 
 
-def _hardware(config: Path | None, gpu_name: str, tp_size: int, chunk_tokens: int) -> simulation.Hardware:
+def _hardware(
+    config: Path | None, node: Measured | None, gpu_name: str | None, tp_size: int, chunk_tokens: int
+) -> simulation.Hardware:
     layout = planning.layout_from_config(read_config(config) if config else _MODEL_CONFIG, tp_size=tp_size)
     planning.refuse_without_growth(layout)
     assert layout.geometry is not None, "a layout made from a configuration has a geometry"
-    prefill, disk = profiles.find_prefill(layout.geometry, gpu_name, tp_size), profiles.find_disk()
-    gpu = profiles.find_gpu(gpu_name) or profiles.find_gpu(_GPU)
-    assert gpu is not None, f"no profile of {_GPU}"
+    machine = find_machine(node, gpu_name, layout.fragment_bytes)
+    prefill = profiles.find_prefill(layout.geometry, machine.gpu_name, tp_size)
     return simulation.Hardware(
         recompute=prefill.recompute_model(),
-        kv_bytes_per_token=layout.kv_bytes_per_token,
+        kv=KVSize(layout.kv_bytes_per_token, layout.prompt_bytes(tp_size)),
         kv_on_rank=layout.on_rank,
-        cpu_link=gpu.link.expected,
-        fs_link=planning.from_disk(layout, disk, gpu.link.expected, chunk_tokens),
-        disk=disk,
-        note=f"{config or _MODEL}, TP {tp_size}, link of {gpu.name}; recompute times: {prefill.source}",
+        kv_from_disk=layout.from_disk(tp_size),
+        machine=machine,
+        fs_link=planning.from_disk(layout, machine.disk, machine.link, chunk_tokens),
+        note=f"{config or _MODEL}, TP {tp_size}, on {machine.gpu_name}; recompute times: {prefill.source}",
     )
 
 
@@ -135,6 +139,7 @@ def _print(found: simulation.Simulation, console: Console) -> None:
         f"{len(trace.ends):,} requests, {len(trace.ids):,} chunks of {trace.tokens_per_block:,} tokens referred to, "
         f"{trace.seconds:,.0f} s; {found.eviction_policy}, admission {found.admission}",
         found.hardware.note,
+        *found.hardware.machine.sentences(),
         f"chunk hit rate {found.chunk_hit_rate:.4f}, token hit rate {found.token_hit_rate:.4f}",
         f"saved {found.seconds_saved:,.1f} s: {found.recompute_s:,.1f} s of recomputing, less {found.load_s:,.1f} s of "
         "loading",
@@ -152,5 +157,11 @@ def _print(found: simulation.Simulation, console: Console) -> None:
     if found.drive_writes_per_day is not None:
         console.print(
             f"{found.drive_writes_per_day:.2f} drive writes a day of {decimal(int(found.drive_bytes))}", highlight=False
+        )
+    if (beside := found.hardware.kv.state_bytes) > 0:
+        console.print(
+            f"Not counted in sizes and writes: {decimal(beside)} of states and windows for each prompt kept. Unless "
+            "told otherwise vLLM keeps them at prompts' ends alone: prompts that share only a beginning find less.",
+            highlight=False,
         )
     console.print(f"replayed {found.references_per_s:,.0f} chunk references a second", highlight=False)

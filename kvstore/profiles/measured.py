@@ -18,6 +18,7 @@ from kvstore.errors import ConfigurationError
 
 VARIABLE = "KVSTORE_PROFILE"
 VERSION = 1
+TIME_S_MAX = 1e11  # some 3,000 years from 1970
 KERNEL_GAIN_MIN = 1.1  # it takes multiprocessors from the model, the copy engines take none
 
 
@@ -90,12 +91,14 @@ class Device:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """`host_copy`: within this node's memory. The disk's are None where no directory was named, `device` where there
-    was none."""
+    was none. `node`: its host name; `at_s`: Unix time. The first profiles have neither."""
 
     host_copy: TransferModel
     disk_read: TransferModel | None = None
     disk_write_bytes_per_s: float | None = None
     device: Device | None = None
+    node: str = ""
+    at_s: float | None = None
 
     def device_named(self, name: str) -> Device | None:
         """What was measured, if it was of such a one: a profile may have come from another node."""
@@ -137,12 +140,15 @@ def read(path: Path) -> Measured | None:
             raise ValueError(f"version {document['version']}")
         disk = document["disk_read"]
         write_rate = document["disk_write_bytes_per_s"]
-        device = document.get("device")  # which the first profiles did not have
+        # The first profiles had none of these three.
+        device, node, at_s = document.get("device"), document.get("node", ""), document.get("at_s")
         return Measured(
             _link(document["host_copy"]),
             None if disk is None else _link(disk),
             None if write_rate is None else _positive(write_rate),
             None if device is None else _device(device),
+            str(node),
+            None if at_s is None else _time_s(at_s),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
@@ -173,6 +179,12 @@ def _overhead_s(values: Mapping[str, Any]) -> float:
     if not 0 <= overhead_s < math.inf:
         raise ValueError(f"an overhead of {overhead_s} s")
     return overhead_s
+
+
+def _time_s(value: float) -> float:
+    if not 0 <= float(value) < TIME_S_MAX:
+        raise ValueError(f"a time of {value}")
+    return float(value)
 
 
 def _positive(value: float) -> float:

@@ -71,7 +71,8 @@ class Text:
 
 class TokenEngine(PretendEngine):
     """`drafts`: speculated tokens a step. `overlapping`: asynchronous scheduling, a step is always under way. `stages`:
-    of a pipeline, as many steps are. `second_runner`: told of requests as vLLM's second model runner is."""
+    of a pipeline, as many steps are. `second_runner`: told of requests as vLLM's second model runner is. `retention`:
+    vLLM's --prefix-cache-retention-interval."""
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class TokenEngine(PretendEngine):
         stages: int = 1,
         second_runner: bool = False,
         prefix_caching: bool = True,
+        retention: int | None = 0,
         policy: str = "fcfs",
         seed: int = 0,
         extra: dict[str, object] | None = None,
@@ -99,6 +101,7 @@ class TokenEngine(PretendEngine):
         self.random = random.Random(seed)
         config = vllm_config({"blocks_per_chunk": blocks_per_chunk, **(extra or {})}, **transfer)
         config.cache_config.enable_prefix_caching = prefix_caching
+        config.cache_config.prefix_cache_retention_interval = retention
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config.async_scheduling = overlapping
         config.scheduler_config.policy = policy

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -107,6 +107,19 @@ class Tiers:
         for number in numbers:
             self.fs.held.add(chunk_of(number))
             self.fs.on_change(chunk_of(number), True)  # type: ignore[operator]
+
+    def drained(self, outcome_of: Callable[[int], WriteOutcome]) -> bool:
+        """As the daemon's stop does. Each chunk's write ends as `outcome_of` its number says."""
+
+        async def drain() -> bool:
+            draining = asyncio.create_task(self.movement.drain(60))
+            while not draining.done():
+                await asyncio.sleep(0)
+                if self.fs.writes:
+                    self.fs.end_write(outcome_of(self.written()[0]))
+            return await draining
+
+        return asyncio.run(drain())
 
 
 def chunk_of(number: int) -> ChunkId:
@@ -445,16 +458,7 @@ def test_write_back_writes_all_the_others_at_the_stop_where_one_finds_no_room() 
     for number in range(200):
         tiers.put(number)
 
-    async def stop() -> bool:
-        draining = asyncio.create_task(tiers.movement.drain(60))
-        while not draining.done():
-            await asyncio.sleep(0)
-            if tiers.fs.writes:
-                refused = tiers.written()[0] == 3
-                tiers.fs.end_write(WriteOutcome.FULL if refused else WriteOutcome.STORED)
-        return await draining
-
-    assert asyncio.run(stop())
+    assert tiers.drained(lambda number: WriteOutcome.FULL if number == 3 else WriteOutcome.STORED)
     assert tiers.fs.held == {chunk_of(number) for number in range(200) if number != 3}
 
 
@@ -475,15 +479,7 @@ def test_write_back_writes_everything_when_the_daemon_stops() -> None:
     for number in range(200):
         tiers.put(number)
 
-    async def stop() -> bool:
-        draining = asyncio.create_task(tiers.movement.drain(60))
-        while not draining.done():
-            await asyncio.sleep(0)
-            if tiers.fs.writes:
-                tiers.fs.end_write()
-        return await draining
-
-    assert asyncio.run(stop())
+    assert tiers.drained(lambda _: WriteOutcome.STORED)
     assert len(tiers.fs.held) == 200
 
 
@@ -492,15 +488,7 @@ def test_write_back_ends_its_last_writes_with_the_first_that_fails() -> None:
     for number in range(200):
         tiers.put(number)
 
-    async def stop() -> bool:
-        draining = asyncio.create_task(tiers.movement.drain(60))
-        while not draining.done():
-            await asyncio.sleep(0)
-            if tiers.fs.writes:
-                tiers.fs.end_write(WriteOutcome.SICK)
-        return await draining
-
-    assert not asyncio.run(stop())
+    assert not tiers.drained(lambda _: WriteOutcome.SICK)
 
 
 def test_what_the_lower_tier_has_without_a_hint_in_the_table_is_not_asked_for_again() -> None:

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from kvstore import costmodel, plan, profiles
 from kvstore.cli import app
 from kvstore.errors import ConfigurationError
+from kvstore.profiles import measured
+from kvstore.profiles.machine import find_machine
 from tests.unit.reference import reference_rows
 
 MIB = 2**20
@@ -272,11 +274,10 @@ def test_vllms_share_of_a_b300() -> None:
 
 def made(config: dict[str, object], *, gpu_name: str = "H100", tp_size: int = 1, **options: object) -> plan.Plan:
     layout = plan.layout_from_config(config, tp_size=tp_size)
-    gpu = profiles.find_gpu(gpu_name)
-    assert gpu is not None
     assert layout.geometry is not None
     prefill = profiles.find_prefill(layout.geometry, gpu_name, tp_size)
-    return plan.make_plan(layout, prefill, gpu, gpu, profiles.find_disk(), tp_size=tp_size, **options)  # type: ignore[arg-type]
+    machine = find_machine(None, gpu_name, layout.fragment_bytes)
+    return plan.make_plan(layout, prefill, machine, tp_size=tp_size, **options)  # type: ignore[arg-type]
 
 
 def test_break_even_without_steps_agrees_with_the_table_beside_it() -> None:
@@ -408,6 +409,14 @@ def test_tokens_that_a_tier_holds() -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command looks for what was measured on this node; nothing is there."""
+    path = tmp_path / "profile.json"
+    monkeypatch.setenv(measured.VARIABLE, str(path))
+    return path
+
+
 def run(*arguments: object) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
     return result.exit_code, result.stdout
@@ -457,6 +466,36 @@ def test_a_rate_that_nobody_measured_says_so(gpu: str, measured: bool, said: str
         assert output.count(sentence) == (2 if sentence == said else 0)
 
 
+def test_what_calibrate_measured_on_this_node_is_used_and_said(config_file: Path, profile: Path) -> None:
+    rates = tuple(
+        measured.Rate(measured.Way.COPY_ENGINE, measured.Direction.LOAD, nbytes, rate)
+        for nbytes, rate in ((65536, 21e9), (131072, 50e9))
+    )
+    device = measured.Device("NVIDIA H200", 1e-4, rates)
+    disk = costmodel.TransferModel(3e9, 1e-3)
+    measured.write(profile, measured.Measured(disk, disk, 1e9, device, "node-7", 1_764_556_200.0))
+    document = json.loads(run("--config", config_file, "--json")[1])
+    assert document["gpu"]["name"] == "h200_sxm"
+    assert document["link"]["source"] == {"known": "measured", "text": "measured on node-7, 2025-12-01 02:30 UTC"}
+    assert document["break_even"]["cpu"]["link_bytes_per_s"] == 21e9  # of a layer's block: 16 tokens of 4,096 bytes
+    assert (document["disk"]["read_bytes_per_s"], document["disk"]["write_bytes_per_s"]) == (3e9, 1e9)
+    assert document["break_even"]["fs"]["link_bytes_per_s"] == 3e9
+    output = " ".join(run("--config", config_file)[1].split())
+    assert "copies to the GPU: 21.0 GB/s, measured on node-7, 2025-12-01 02:30 UTC" in output
+    assert "disk: 3.0 GB/s read, 1.0 GB/s written, measured on node-7" in output
+    without = json.loads(run("--config", config_file, "--profile", "none", "--json")[1])
+    assert [without[what]["source"]["known"] for what in ("link", "disk")] == ["published"] * 2
+    assert json.loads(run("--config", config_file, "--profile", profile, "--json")[1]) == document
+
+
+def test_a_profile_that_is_damaged_or_not_there_is_wrong_usage(config_file: Path, profile: Path) -> None:
+    profile.write_text("{")
+    for arguments in ((), ("--profile", profile.with_name("missing"))):
+        code, output = run("--config", config_file, "--json", *arguments)
+        assert code == 2
+        assert "kvstore calibrate" in json.loads(output)["error"]["message"]
+
+
 def test_what_is_kept_for_each_prompt_is_said_where_it_is_not_counted(config_file: Path) -> None:
     assert "Not counted" not in run("--config", config_file)[1]
     config_file.write_text(json.dumps(KIMI_K3))
@@ -472,6 +511,33 @@ def test_a_log_alone_is_enough_for_a_known_model(tmp_path: Path) -> None:
     document = json.loads(output)
     assert document["kv_bytes_per_token"] == 131_072
     assert document["tp_size"] == 2
+
+
+def test_a_log_alone_says_that_it_knows_of_no_states(tmp_path: Path, config_file: Path) -> None:
+    path = tmp_path / "engine.log"
+    path.write_text(LOG.replace("Llama-3.1-8B-Instruct", "Kimi-K3"))
+    alone = json.loads(run("--engine-log", path, "--json")[1])
+    for what in ("state_slot_bytes_on_rank", "state_bytes_on_rank", "prompt_bytes_not_counted"):
+        assert alone[what] is None
+    output = " ".join(run("--engine-log", path)[1].split())
+    assert "does not say whether the model has windows or states" in output
+    assert "bytes a request however long" not in output
+    path.write_text(LOG)
+    both = json.loads(run("--engine-log", path, "--config", config_file, "--json")[1])
+    assert both["state_bytes_on_rank"] == 0
+    assert "whether the model has windows" not in run("--engine-log", path, "--config", config_file)[1]
+
+
+def test_of_a_model_with_states_the_configuration_says_what_a_token_takes(tmp_path: Path, config_file: Path) -> None:
+    """An engine's tokens are those of its longest request, whose states and windows are in their bytes."""
+    path = tmp_path / "engine.log"
+    path.write_text(LOG)
+    config_file.write_text(json.dumps(KIMI_K3))
+    found = json.loads(run("--engine-log", path, "--config", config_file, "--json")[1])
+    known = plan.layout_from_config(KIMI_K3, tp_size=2)
+    assert found["kv_bytes_per_token_on_rank"] == known.kv_bytes_per_token_on_rank == 27_648
+    assert found["state_bytes_on_rank"] == known.state_bytes_on_rank
+    assert "65536 bytes each on a rank, windows and states included" in found["layout"]
 
 
 def test_a_log_answers_for_layers_that_the_configuration_leaves_open(tmp_path: Path) -> None:

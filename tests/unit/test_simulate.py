@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvstore import simulate
+from kvstore import plan, simulate
 from kvstore._native import CPU, FS, MISS
 from kvstore.cli import app
 from kvstore.cli import simulate as simulate_command
@@ -25,20 +25,25 @@ from kvstore.config import EVICTION_POLICIES, EVICTION_POLICY_DEFAULT
 from kvstore.costmodel import KVSize, RecomputeModel, TransferModel
 from kvstore.decisions import Room
 from kvstore.errors import ConfigurationError
-from kvstore.profiles import Disk
+from kvstore.profiles import Disk, measured
+from kvstore.profiles.machine import Known, Machine, Source
 from kvstore.simulate import Hardware, Simulation, Trace, read_trace
 from kvstore.tiers.host_memory import MemoryLimit
 from tests.unit import traces
 from tests.unit.peers import PEERS
+from tests.unit.test_plan import KIMI_K3
 
 TOKEN_BYTES = 1_000
+SOURCE = Source(Known.ASSUMED, "made up")
 HARDWARE = Hardware(
     recompute=RecomputeModel(0.0, 1e-3, 0.0, 1.0),
-    kv_bytes_per_token=TOKEN_BYTES,
+    kv=KVSize(TOKEN_BYTES),
     kv_on_rank=KVSize(TOKEN_BYTES),
-    cpu_link=TransferModel(10e6, 0.0),
+    kv_from_disk=KVSize(TOKEN_BYTES),
+    machine=Machine(
+        "none", None, TransferModel(10e6, 0.0), SOURCE, Disk("test", TransferModel(2.5e6, 0.0), 1e6), SOURCE
+    ),
     fs_link=TransferModel(2e6, 0.0),
-    disk=Disk("test", TransferModel(2.5e6, 0.0), 1e6),
     note="a thousand tokens a second, ten thousand from memory, two thousand from disk",
 )
 # Of vLLM's LRU, its ARC and its threshold of two the best one, by the size of the tier in chunks of 512 tokens.
@@ -54,6 +59,18 @@ def shared_trace(name: str) -> Trace:
     if not directory:
         pytest.skip("KVSTORE_TEST_DATA is not set: it names the directory that holds reference/ and traces/")
     return read_trace(Path(directory) / "traces" / name)
+
+
+@pytest.fixture(autouse=True)
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command looks for what was measured on this node; nothing is there."""
+    path = tmp_path / "profile.json"
+    monkeypatch.setenv(measured.VARIABLE, str(path))
+    return path
+
+
+def of_machine(**changes: object) -> Hardware:
+    return replace(HARDWARE, machine=replace(HARDWARE.machine, **changes))  # type: ignore[arg-type]
 
 
 def run(trace: Trace, cpu_chunks: int, policy: str = EVICTION_POLICY_DEFAULT, **changes: object) -> Simulation:
@@ -186,6 +203,41 @@ def test_what_the_cpu_tier_lost_comes_back_from_the_fs_tier(tmp_path: Path) -> N
     assert run(trace, 2, "lru").hits.tolist() == [0, 0, 0, 2]
 
 
+def test_from_disk_come_the_states_of_all_ranks_and_over_a_link_those_of_one(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(KIMI_K3))
+    hardware = simulate_command._hardware(config, None, "h100_sxm", 8, traces.BLOCK_TOKENS)
+    state = plan.layout_from_config(KIMI_K3, tp_size=8).state_slot_bytes_on_rank
+    chunk_bytes = 27_648 * traces.BLOCK_TOKENS
+    link, disk = hardware.machine.link, hardware.machine.disk.read
+    trace = trace_of([[1, 2], [1, 2]], tmp_path)
+    assert run(trace, 2, "lru", hardware=hardware).load_s == pytest.approx(
+        link.overhead_s + (2 * chunk_bytes + state) / link.bytes_per_s
+    )
+    trace = trace_of([[1, 2], [3, 4], [1, 2]], tmp_path)
+    assert run(trace, 2, "lru", fs_chunks=4, hardware=hardware).load_s == pytest.approx(
+        hardware.fs_link.overhead_s + (2 * chunk_bytes + 8 * state) / disk.bytes_per_s
+    )
+
+
+def test_a_hit_in_both_tiers_loads_its_states_once(tmp_path: Path) -> None:
+    hardware = replace(HARDWARE, kv_on_rank=KVSize(TOKEN_BYTES, 10**6), kv_from_disk=KVSize(TOKEN_BYTES, 10**6))
+    found = run(trace_of([[1, 2], [3], [1, 2]], tmp_path), 2, "lru", fs_chunks=4, hardware=hardware)
+    assert (found.hits.tolist(), found.fs_hits.tolist()) == ([0, 0, 2], [0, 0, 1])
+    chunk_bytes = traces.BLOCK_TOKENS * TOKEN_BYTES
+    assert found.load_s == pytest.approx(chunk_bytes / 10e6 + (chunk_bytes + 10**6) / 2e6)
+
+
+def test_with_the_model_the_disk_is_measured_with_the_states_of_all_ranks() -> None:
+    told = []
+    hardware = replace(HARDWARE, kv=KVSize(TOKEN_BYTES, 10**6), kv_on_rank=KVSize(TOKEN_BYTES, 10**5))
+    engine = simulate._Engine(hardware, 100)
+    engine._admission.read = lambda **what: told.append(what["seconds"])  # type: ignore[method-assign]
+    engine._admission.copied = lambda **what: told.append(what["seconds"])  # type: ignore[method-assign]
+    assert engine.load_end("a", 300, bytes([FS, FS])) == 2
+    assert told == pytest.approx([(200 * TOKEN_BYTES + 10**6) / 2.5e6, (200 * TOKEN_BYTES + 10**5) / 10e6])
+
+
 def test_without_admission_nothing_is_stored(tmp_path: Path) -> None:
     found = run(trace_of([[1, 2], [1, 2]], tmp_path), 10, admission="never")
     assert (found.chunk_hit_rate, found.tiers[0].written_chunks) == (0, 0)
@@ -203,7 +255,7 @@ def test_the_model_keeps_from_a_worn_drive_what_memory_may_have(tmp_path: Path) 
     """Chunks that come back now and then: worth a copy, but not a second of writing for each second saved."""
     chains = [list(chain) for chain in traces.chains_of("conversations", seed=4, requests=2_000)]
     trace = trace_of(chains, tmp_path)
-    slow = replace(HARDWARE, disk=replace(HARDWARE.disk, write_bytes_per_s=3e4))
+    slow = of_machine(disk=replace(HARDWARE.machine.disk, write_bytes_per_s=3e4))
     dear, cheap = (run(trace, 300, admission="model", fs_chunks=3_000, hardware=each) for each in (slow, HARDWARE))
     assert dear.tiers[1].written_chunks < 0.2 * cheap.tiers[1].written_chunks
     assert dear.tiers[0].written_chunks > 0.8 * cheap.tiers[0].written_chunks
@@ -211,7 +263,7 @@ def test_the_model_keeps_from_a_worn_drive_what_memory_may_have(tmp_path: Path) 
 
 
 def test_the_model_loads_nothing_that_is_quicker_to_recompute(tmp_path: Path) -> None:
-    slow = replace(HARDWARE, cpu_link=TransferModel(1e5, 0.0))
+    slow = of_machine(link=TransferModel(1e5, 0.0))
     trace = trace_of([[1, 2, 3]] * 200, tmp_path)
     assert 0 < int(run(trace, 10, admission="model", hardware=slow).hits.sum()) < 3 * 20  # looked at now and then
     assert run(trace, 10, admission="model").hits.tolist() == [0, *[3] * 199]
@@ -228,7 +280,7 @@ def test_nothing_is_admitted_with_a_hole(
     requests: list[list[int]], link_bytes_per_s: float, disk_bytes_per_s: float, disk: Room
 ) -> None:
     link = TransferModel(link_bytes_per_s, 1e-3)
-    hardware = replace(HARDWARE, cpu_link=link, disk=Disk("some", TransferModel(disk_bytes_per_s, 1e-3), 1e6))
+    hardware = of_machine(link=link, disk=Disk("some", TransferModel(disk_bytes_per_s, 1e-3), 1e6))
     engine = simulate._Engine(hardware, 100)
     for number, codes in enumerate(map(bytes, requests)):
         load_end = engine.load_end(str(number), 100 * len(codes), codes)
@@ -243,7 +295,7 @@ def test_nothing_is_admitted_with_a_hole(
 @pytest.mark.parametrize(("cpu_chunks", "fs_chunks"), [(1_000, 10_000), (10_000, 100_000)])
 def test_with_the_model_a_drive_wears_far_less_and_saves_nearly_as_much(cpu_chunks: int, fs_chunks: int) -> None:
     trace = shared_trace("mooncake_conversation_trace.jsonl")
-    hardware = simulate_command._hardware(None, "h100_sxm", 1, trace.tokens_per_block)
+    hardware = simulate_command._hardware(None, None, "h100_sxm", 1, trace.tokens_per_block)
     every, some = (
         run(trace, cpu_chunks, fs_chunks=fs_chunks, admission=admission, hardware=hardware, drive_bytes=7.68e12)
         for admission in ("always", "model")
@@ -325,6 +377,41 @@ def test_the_command_prints_one_json_document(tmp_path: Path) -> None:
     assert found["drive_writes_per_day"] > 0
     table = CliRunner().invoke(app, [*command, "--cpu-chunks", "9"])
     assert "chunk hit rate 0.5000" in table.output
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [("H100", "published for pcie5"), ("B300", "assumed"), ("NVIDIA A100-SXM4-80GB", "assumed: that of h100_sxm")],
+)
+def test_a_link_that_nobody_measured_is_said_to_be_assumed(gpu: str, said: str, tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "trace.jsonl", [[1, 2, 3]])
+    command = ["simulate", "--trace", str(path), "--cpu-chunks", "9", "--gpu", gpu]
+    assert said in " ".join(CliRunner().invoke(app, command).output.split())
+    source = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)["link"]["source"]
+    assert said in source["text"]
+    assert (source["known"] == "assumed") == ("assumed" in said)
+
+
+def test_what_calibrate_measured_on_this_node_is_used_and_said(profile: Path, tmp_path: Path) -> None:
+    disk = TransferModel(3e9, 1e-3)
+    measured.write(profile, measured.Measured(disk, disk, 1e9, node="node-7", at_s=1_764_556_200.0))
+    path = traces.write(tmp_path / "trace.jsonl", [[1, 2, 3]])
+    command = ["simulate", "--trace", str(path), "--cpu-chunks", "9", "--json"]
+    found = json.loads(CliRunner().invoke(app, command).stdout)
+    assert found["disk"]["read_bytes_per_s"] == 3e9
+    assert found["disk"]["source"] == {"known": "measured", "text": "measured on node-7, 2025-12-01 02:30 UTC"}
+    without = json.loads(CliRunner().invoke(app, [*command, "--profile", "none"]).stdout)
+    assert without["disk"]["source"]["known"] == "published"
+
+
+def test_what_is_kept_beside_the_tokens_is_said_where_it_is_not_counted(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(KIMI_K3))
+    path = traces.write(tmp_path / "trace.jsonl", [[1, 2, 3]])
+    command = ["simulate", "--trace", str(path), "--cpu-chunks", "9"]
+    assert "Not counted" not in CliRunner().invoke(app, command).output
+    said = " ".join(CliRunner().invoke(app, [*command, "--config", str(config), "--tp", "8"]).output.split())
+    assert "Not counted in sizes and writes: 232.3 MB of states and windows for each prompt kept" in said
 
 
 @pytest.mark.parametrize("flag", ["--tokens-per-block", "--tokens-per-chunk"])
