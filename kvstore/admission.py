@@ -311,7 +311,8 @@ class Admission:
         model, now_s = self._facts.recompute, self._clock()
         gpu = self.queue.seen_by(request, model)
         waiting, wait = int(gpu.waiting_count), self.queue.step_wait(request, self._load_steps)
-        gpu = gpu._replace(waiting_count=max(waiting, wait.passing_count))
+        if wait.passing_count > waiting:
+            gpu = gpu._replace(waiting_count=wait.passing_count)
         options = self._options(request, hit, wait)
         decided = costmodel.decide_load(model, hit.prompt_tokens, hit.gpu_tokens, options, gpu)
         option, reason = self._chosen(hit, options, decided)

@@ -183,7 +183,7 @@ class StepWait(NamedTuple):
     passing_count: float = 0.0
 
 
-_NO_WAIT = StepWait()
+NO_WAIT = StepWait()
 
 
 class LoadOption(NamedTuple):
@@ -199,7 +199,7 @@ class LoadOption(NamedTuple):
     link_waiting_count: int = 0
     margin: float = 0.05
     healthy: bool = True
-    wait: StepWait = _NO_WAIT
+    wait: StepWait = NO_WAIT
 
 
 _BY_END = attrgetter("end_token", "tier", "transfer_s")
@@ -249,7 +249,7 @@ def load_cost_s(
     gpu: GpuQueue,
     *,
     load_s: float = 0.0,
-    wait: StepWait = _NO_WAIT,
+    wait: StepWait = NO_WAIT,
     link_backlog_s: float = 0.0,
     link_waiting_count: int = 0,
 ) -> float:

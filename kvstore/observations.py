@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstore.calibration import OBSERVATION_S_MAX, PREFILL_TOKENS_MIN, RecomputeCalibration, Step
-from kvstore.costmodel import GpuQueue, RecomputeModel, StepWait, recompute_s, step_wait
+from kvstore.costmodel import NO_WAIT, GpuQueue, RecomputeModel, StepWait, recompute_s, step_wait
 
 STEPS_OPEN_MAX = 16  # more than any engine overlaps: then steps and outputs no longer belong together
 DECODE_TOKENS_MAX = 16  # in a step: one, and what was guessed ahead
@@ -94,13 +94,14 @@ class EngineQueue:
 
     def seen_by(self, request: str, model: RecomputeModel) -> GpuQueue:
         """The queue as it is for one request at its head: the others that wait, and the prefills that have begun."""
-        backlog_s = sum(recompute_s(model, done, end) for done, end in self._prefilling.values())
+        prefilling = self._prefilling.values()
+        backlog_s = sum(recompute_s(model, done, end) for done, end in prefilling) if prefilling else 0.0
         return GpuQueue(self._waiting_beside(request), backlog_s, self.step_wait(request, 1).seconds)
 
     def step_wait(self, request: str, load_steps: float) -> StepWait:
         """Of a load for so many steps: they are as those of late, where there is anybody else to compute for."""
         others = self._waiting_beside(request) + len(self._running) - (request in self._running)
-        return step_wait(load_steps, self._step_s, self._step_prefills) if others else StepWait()
+        return step_wait(load_steps, self._step_s, self._step_prefills) if others else NO_WAIT
 
     def _waiting_beside(self, request: str) -> int:
         loading = len(self._loading) - (request in self._loading)
