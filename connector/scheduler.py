@@ -163,6 +163,7 @@ class SchedulerHalf(OffloadingManager):
         record = self._records.get(req_id)
         if record is not None:
             record.finished, record.storable_tokens = True, computed_tokens
+            self._admission.queue.ended(req_id)  # nobody who is decided about before vLLM says more waits for it
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         record = req_context.get_state(RequestRecord)

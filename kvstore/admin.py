@@ -263,7 +263,12 @@ def _finite(seconds: float) -> float | None:
 
 def _decision_json(explained: admin_pb2.Explained) -> dict[str, object]:
     decision = explained.decision
-    known = {"load_s": decision.load_s, "saved_s": decision.saved_s, "first_token_s": decision.first_token_s}
+    known = {
+        "load_s": decision.load_s,
+        "wait_s": decision.wait_s,
+        "saved_s": decision.saved_s,
+        "first_token_s": decision.first_token_s,
+    }
     return {
         "kind": "store" if decision.is_store else "load",
         "request": decision.request,
@@ -279,7 +284,12 @@ def _decision_json(explained: admin_pb2.Explained) -> dict[str, object]:
         "recompute_s": _finite(decision.recompute_s),
         "first_missing": decision.refused.hex() if not decision.is_store and decision.refused else None,
         "alternatives": [
-            {"tier": each.tier, "end_tokens": each.end_tokens, "seconds": _finite(each.seconds)}
+            {
+                "tier": each.tier,
+                "end_tokens": each.end_tokens,
+                "seconds": _finite(each.seconds),
+                "wait_s": _finite(each.wait_s),
+            }
             for each in decision.alternatives
         ],
         "tier": decision.tier or None,
@@ -374,6 +384,7 @@ def stats_json(reply: admin_pb2.StatsReply) -> dict[str, object]:
                 "predicted_s": balance.predicted_s,
                 "realised_s": balance.realised_s,
                 "load_s": balance.load_s,
+                "wait_s": balance.wait_s,
                 "saved_s": balance.saved_s,
                 "regret_s": balance.regret_s,
             }

@@ -32,8 +32,10 @@ from kvstore import costmodel
 from kvstore.calibration import Choice, Estimate, Observed, RecomputeCalibration, TransferCalibration, joint_margin
 from kvstore.costmodel import (
     DRAM_WRITE_PRICE_MIN,
+    GpuQueue,
     LoadOption,
     RecomputeModel,
+    StepWait,
     StorePrice,
     StoreReason,
     TransferModel,
@@ -56,7 +58,9 @@ PROBE_S_MAX = 60.0  # after which another one may begin though the last has not 
 STORED_UNASKED = 32  # requests whose chunks are stored before it is known how often prompts come back
 EXPLORE_CHUNKS = 4
 LAG_S_MIN = 1e-4
-LAG_PRIOR_S = 5e-3  # between a copy's end and the request's next step
+LAG_PRIOR_S = 5e-3  # of a load, beside its copy, on an engine that has nothing else to do
+LOADS_AVERAGED = 8  # of the steps that each waited for,
+LOAD_STEPS_MAX = 16.0  # which are not more
 CHUNK_HANDLING_S = 5e-5  # of the scheduler's thread, for each chunk stored: lookup, grant, job, commit
 DISK_WRITE_PRICE = 0.05  # seconds to be saved for each second of writing: what that wears off a drive, in GPU time
 DISPLACED_SHARE = 0.5  # of a new chunk's expected value that the one to be evicted is taken to have
@@ -96,6 +100,7 @@ class Priors:
     recompute_known: bool = False
     write_price: float = DRAM_WRITE_PRICE_MIN
     disk_write_bytes_per_s: float = 2e9  # of one NVMe drive
+    load_steps: float = 2.0  # of the engine, that a load waits for: one carries it, one reports its end
     source: str = ""
 
 
@@ -130,10 +135,12 @@ class LoadVerdict:
     wait_s: float  # for what has to come from disk, at the most
     began_s: float
     deadline_s: float  # after it began: a load that has not been handed to the workers by then is decided about anew
+    gpu: GpuQueue  # then
+    passing_count: float  # of others that the engine was expected to compute while it waits
     probe: bool = False  # have the disk read some of what was declined, for nobody
     copying_since_s: float | None = None
     predicted_copy_s: float = 0.0
-    prefill_steps: int = 0  # of the engine, when the copy began
+    steps_begun: int = 0  # of the engine, when it was handed over
     alone: bool = True  # no other copy was under way then
     chunks: int = 0
 
@@ -225,6 +232,7 @@ class Admission:
             "disk": TransferCalibration(priors.disk),
         }
         self._lag = Estimate([LAG_PRIOR_S], length_index=0)
+        self._load_steps = priors.load_steps
         self._known = priors.recompute_known
         self._unknown_loads = 0
         self._choices = {CPU: Choice(), FS: Choice()}
@@ -302,7 +310,10 @@ class Admission:
         """Decide. `wait_s_max`: the longest that a request may wait for the disk, whatever pays."""
         model, now_s = self._facts.recompute, self._clock()
         gpu = self.queue.seen_by(request, model)
-        options = self._options(hit)
+        waiting, wait = int(gpu.waiting_count), self.queue.step_wait(request, self._load_steps)
+        if wait.passing_count > waiting:
+            gpu = gpu._replace(waiting_count=wait.passing_count)
+        options = self._options(request, hit, wait)
         decided = costmodel.decide_load(model, hit.prompt_tokens, hit.gpu_tokens, options, gpu)
         option, reason = self._chosen(hit, options, decided)
         tier, end_tokens = ("", hit.gpu_tokens) if option is None else (option.tier, option.end_token)
@@ -319,8 +330,8 @@ class Admission:
             hit.gpu_tokens,
             hit.cpu_end_tokens,
             hit.end_tokens,
-            gpu.waiting_count,
-            decided.recompute_s,
+            waiting,
+            decided.recompute_s + gpu.step_s,
             decided.recompute_cost_s,
             decided.alternatives,
             tier,
@@ -328,7 +339,7 @@ class Admission:
             (hit.missing,) if hit.missing else (),
             kind=self._kind,
         )
-        verdict = LoadVerdict(hit, decision, tier, end_tokens, wait_s, now_s, deadline_s)
+        verdict = LoadVerdict(hit, decision, tier, end_tokens, wait_s, now_s, deadline_s, gpu, wait.passing_count)
         if hit.disk_chunks and tier != FS and self.mode is Mode.MODEL and hit.disk_healthy:
             verdict.probe = self._choices[FS].explores(
                 random=self._uniform(),
@@ -345,21 +356,22 @@ class Admission:
         self.tell(decision)
         return verdict
 
-    def _options(self, hit: Hit) -> list[LoadOption]:
-        """The part in memory, and all of it where some is on disk."""
+    def _options(self, request: str, hit: Hit, wait: StepWait) -> list[LoadOption]:
+        """The part in memory, and all of it where some is on disk. `wait`: of a load from memory."""
         facts, cpu, fs = self._facts, self._links[CPU], self._links[FS]
         options = []
         if hit.cpu_end_tokens > hit.gpu_tokens:
             copy_s = _moved_s(facts.copy, hit.cpu_chunks * hit.chunk_bytes, facts.lag_s)
             margin = self._choices[CPU].margin(facts.cpu_margin)
-            options.append(LoadOption(CPU, hit.cpu_end_tokens, copy_s, cpu.backlog_s, cpu.under_way, margin))
+            options.append(LoadOption(CPU, hit.cpu_end_tokens, copy_s, cpu.backlog_s, cpu.under_way, margin, wait=wait))
         if hit.end_tokens > hit.cpu_end_tokens:
             read_s = transfer_s(facts.disk, hit.disk_chunks * hit.chunk_bytes)
             copy_s = _moved_s(facts.copy, hit.chunks * hit.chunk_bytes, facts.lag_s)
             margin = self._choices[FS].margin(facts.fs_margin)
-            backlog_s = fs.backlog_s + cpu.backlog_s
+            load_s, backlog_s = read_s + copy_s, fs.backlog_s + cpu.backlog_s
+            wait = self.queue.step_wait(request, self._load_steps + 1)  # one more finds that it has been read
             options.append(
-                LoadOption(FS, hit.end_tokens, read_s + copy_s, backlog_s, fs.under_way, margin, hit.disk_healthy)
+                LoadOption(FS, hit.end_tokens, load_s, backlog_s, fs.under_way, margin, hit.disk_healthy, wait)
             )
         return options
 
@@ -403,7 +415,7 @@ class Admission:
         if not self._choices[CPU].explores(
             random=self._uniform(),
             tier_is_idle=self._links[CPU].under_way == 0,
-            predicted_regret_s=copy_s,
+            predicted_regret_s=copy_s + option.wait.seconds,
             regret_s_max=recompute_s(self.recompute_model, hit.gpu_tokens, hit.prompt_tokens),
         ):
             return None
@@ -429,7 +441,7 @@ class Admission:
     def load_began(self, verdict: LoadVerdict, chunks: int) -> None:
         """The copy is on its way to the workers."""
         verdict.copying_since_s = self._clock()
-        verdict.prefill_steps = self.queue.prefill_steps
+        verdict.steps_begun = self.queue.steps_begun
         verdict.chunks = chunks
         copy_s = transfer_s(self._facts.copy, chunks * verdict.hit.chunk_bytes)
         verdict.predicted_copy_s = copy_s
@@ -443,12 +455,9 @@ class Admission:
         self.queue.loaded(verdict.decision.request)
         assert verdict.copying_since_s is not None, "the end of a load that never began"
         now_s = self._clock()
-        # Neither another load nor a step of somebody else's prefill was in between.
-        alone = verdict.alone and self._links[CPU].under_way == 0
-        if alone and verdict.prefill_steps == self.queue.prefill_steps:
-            lag_s = now_s - verdict.copying_since_s - service_s
-            self._lag.observe([1.0], max(lag_s, LAG_S_MIN) if lag_s > -LAG_S_MIN else lag_s)
-            self._refresh()
+        seconds = now_s - verdict.copying_since_s
+        if verdict.alone and self._links[CPU].under_way == 0:  # else it waited for other copies, too
+            self._observe_wait(seconds, seconds - service_s, self.queue.steps_begun - verdict.steps_begun)
         self._choices[CPU].observed(service_s, verdict.predicted_copy_s)
         decision = verdict.decision
         decision.load_s = _elapsed_s(verdict.began_s, now_s)
@@ -457,7 +466,10 @@ class Admission:
         )
         first = verdict.hit.gpu_tokens
         end = min(verdict.end_tokens, first + loaded_chunks * self._tokens_per_chunk)
-        decision.saved_s = recompute_s(self.recompute_model, first, end)
+        decision.wait_s = max(0.0, _elapsed_s(verdict.copying_since_s, now_s) - service_s) if service_s >= 0 else 0.0
+        decision.saved_s = costmodel.saved_s(
+            self.recompute_model, first, end, verdict.hit.prompt_tokens, verdict.gpu, verdict.passing_count
+        )
         # What was loaded to see how long that takes was expected to cost more than it gives.
         ledger, asked_for = self._ledgers[verdict.tier or CPU], decision.reason != Reason.EXPLORING
         if asked_for and ledger.loaded(decision.saved_s, decision.load_s):
@@ -467,6 +479,15 @@ class Admission:
                 WINDOW, verdict.tier,
             )  # fmt: skip
         self.tell(decision)
+
+    def _observe_wait(self, seconds: float, wait_s: float, steps: int) -> None:
+        """Of a load that was so long with the workers, `wait_s` of it not copied, while so many steps began."""
+        if steps == 0:
+            self._lag.observe([1.0], max(wait_s, LAG_S_MIN) if wait_s > -LAG_S_MIN else wait_s)
+            self._refresh()
+        elif 0 <= wait_s <= seconds < math.inf and seconds > 0:
+            waited_steps = min(steps * wait_s / seconds, LOAD_STEPS_MAX)
+            self._load_steps += (waited_steps - self._load_steps) / LOADS_AVERAGED
 
     @property
     def stores_lately(self) -> bool:

@@ -165,10 +165,25 @@ def mixed_tokens_per_s(hit_share: float, computed_tokens_per_s: float, loaded_to
 
 
 class GpuQueue(NamedTuple):
-    """The engine's own queue, without the request that is asked about. Counts, for a utilisation says too little."""
+    """The engine's own queue, without the request that is asked about. Counts, for a utilisation says too little.
 
-    waiting_count: int = 0
+    What recomputing delays: those that wait, or as many as the engine computes while a load would wait for its steps,
+    if those are more.
+    """
+
+    waiting_count: float = 0
     backlog_s: float = 0.0
+    step_s: float = 0.0  # of one engine step with nothing but the others; 0 where there are none
+
+
+class StepWait(NamedTuple):
+    """Of a load for the engine's steps, beside its copy: how long, and how many others it computes meanwhile."""
+
+    seconds: float = 0.0
+    passing_count: float = 0.0
+
+
+NO_WAIT = StepWait()
 
 
 class LoadOption(NamedTuple):
@@ -184,6 +199,7 @@ class LoadOption(NamedTuple):
     link_waiting_count: int = 0
     margin: float = 0.05
     healthy: bool = True
+    wait: StepWait = NO_WAIT
 
 
 _BY_END = attrgetter("end_token", "tier", "transfer_s")
@@ -197,18 +213,19 @@ class LoadReason(enum.StrEnum):
 
 
 class Alternative(NamedTuple):
-    """To load up to `end_tokens`, and compute the rest. `seconds`: for the request alone; `cost_s`: what it costs all
-    that wait (infinity: not considered)."""
+    """To load up to `end_tokens`, and compute the rest. `seconds`: until the request has its first token, `wait_s` of
+    them waiting for steps of the engine; `cost_s`: what it costs all that wait (infinity: not considered)."""
 
     tier: str
     end_tokens: int
     seconds: float
     cost_s: float
+    wait_s: float = 0.0
 
 
 class LoadDecision(NamedTuple):
-    """`option` None: recompute everything that the GPU does not hold. `alternatives`: the options that reach beyond
-    that, in the order of their end and tier."""
+    """`option` None: recompute everything that the GPU does not hold, in `recompute_s` beside what others have in the
+    same steps. `alternatives`: the options that reach beyond that, in the order of their end and tier."""
 
     option: LoadOption | None
     reason: LoadReason
@@ -217,20 +234,51 @@ class LoadDecision(NamedTuple):
     alternatives: tuple[Alternative, ...]
 
 
+def step_wait(load_steps: float, step_s: float, step_prefills: float) -> StepWait:
+    """What loading costs beside the copy on an engine that others use.
+
+    vLLM begins a copy behind the step that carries it, and goes on with the request only when a later step has reported
+    its end: `load_steps` of them, which take `step_s` each. A request that recomputes is computed in that very step.
+    `step_prefills`: how many others have their first token with one such step. These pass a request that loads.
+    """
+    return StepWait(load_steps * step_s, load_steps * step_prefills)
+
+
 def load_cost_s(
     compute_s: float,
     gpu: GpuQueue,
     *,
     load_s: float = 0.0,
+    wait: StepWait = NO_WAIT,
     link_backlog_s: float = 0.0,
     link_waiting_count: int = 0,
 ) -> float:
     """J: until this request has its first token, plus what those waiting for the GPU and the link wait because of it.
 
-    `compute_s` is the recomputation that is left after the load; `load_s` 0 stands for not loading.
+    `compute_s` is the recomputation that is left after the load; nothing to load and nothing to wait for stand for not
+    loading. Those that pass meanwhile do not wait for it: what the engine computes then is lost to this request, but
+    not to all.
     """
-    arrival_s = link_backlog_s + load_s if load_s > 0 else 0.0
-    return max(arrival_s, gpu.backlog_s) + compute_s * (1 + gpu.waiting_count) + 0.5 * link_waiting_count * load_s
+    wait_s, passing_count = wait
+    arrival_s = link_backlog_s + load_s + wait_s if load_s + wait_s > 0 else 0.0
+    behind_count = max(0.0, gpu.waiting_count - passing_count)
+    return max(arrival_s, gpu.backlog_s) + compute_s * (1 + behind_count) + 0.5 * link_waiting_count * load_s
+
+
+def saved_s(
+    model: RecomputeModel,
+    first_token: int,
+    end_token: int,
+    prompt_tokens: int,
+    gpu: GpuQueue,
+    passing_count: float = 0.0,
+) -> float:
+    """What a load of the tokens first..end spared the request and others, by the same measure as `load_cost_s`: against
+    it stands how long the load took, its wait for steps included."""
+    rest_s = recompute_s(model, end_token, prompt_tokens)
+    loaded_s = recompute_s(model, first_token, prompt_tokens) - rest_s
+    passing_count = min(passing_count, gpu.waiting_count)
+    return max(0.0, loaded_s) * (1 + gpu.waiting_count) + rest_s * passing_count
 
 
 def decide_load(
@@ -252,19 +300,26 @@ def decide_load(
     alternatives: list[Alternative] = []
     # The shorter one wins a tie: less to move, and less held.
     for option in sorted(options, key=_BY_END):
-        tier, end_token, load_s, backlog_s, waiting_count, margin, is_healthy = option
+        tier, end_token, load_s, backlog_s, waiting_count, margin, is_healthy, wait = option
         if end_token <= gpu_tokens:
             continue
+        wait_s, passing_count = wait
         rest_s = recompute_s(model, min(end_token, prompt_tokens), prompt_tokens)
-        cost_s = load_cost_s(rest_s, gpu, load_s=load_s, link_backlog_s=backlog_s, link_waiting_count=waiting_count)
-        usable = load_s >= 0 and backlog_s >= 0 and margin >= 0 and math.isfinite(cost_s + margin)
+        cost_s = load_cost_s(
+            rest_s, gpu, load_s=load_s, wait=wait, link_backlog_s=backlog_s, link_waiting_count=waiting_count
+        )
+        usable = load_s >= 0 and wait_s >= 0 and passing_count >= 0 and backlog_s >= 0 and margin >= 0
+        usable = usable and math.isfinite(cost_s + margin + passing_count)
         if not (is_healthy and usable):
             cost_s = math.inf
         healthy |= is_healthy
-        alternatives.append(Alternative(tier, end_token, backlog_s + load_s + rest_s, cost_s))
+        seconds = backlog_s + load_s + wait_s + rest_s + gpu.step_s
+        alternatives.append(Alternative(tier, end_token, seconds, cost_s, wait_s))
         # The margin is against recomputing, the sure thing; two options are compared as they are. It is of what the
         # estimates differ in: what is computed either way would hide a short hit of a long prompt behind its error.
-        either_way_s = rest_s * (1 + gpu.waiting_count)
+        # The same holds of the wait as far as those that pass would else wait for this request.
+        either_way_s = rest_s * (1 + max(0.0, gpu.waiting_count - passing_count))
+        either_way_s += min(wait_s, alone_s * min(passing_count, gpu.waiting_count))
         pays = (cost_s - either_way_s) * (1 + margin) < recompute_cost_s - either_way_s
         if pays and cost_s < best_cost_s:
             best, best_cost_s = option, cost_s
@@ -279,8 +334,8 @@ def decide_load(
 
 def load_deadline_s(compute_s: float, gpu: GpuQueue) -> float:
     """From the decision until a load that has not ended is given up and the request recomputes, which takes
-    `compute_s`."""
-    return DEADLINE_FACTOR * (compute_s * (1 + gpu.waiting_count) + gpu.backlog_s)
+    `compute_s` beside what others have in its steps."""
+    return DEADLINE_FACTOR * (compute_s * (1 + gpu.waiting_count) + gpu.backlog_s + gpu.step_s)
 
 
 # -- stores -----------------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ class Decision:
     disk_refused_count: int = 0  # chunks that are stored, but only in memory
     outcome: str = ""
     load_s: float = 0.0  # from the decision until its load had ended
-    saved_s: float = 0.0  # what recomputing the loaded part would have taken
+    wait_s: float = 0.0  # of that, with the workers and not copied: for steps of the engine, and for other copies
+    saved_s: float = 0.0  # what recomputing the loaded part would have kept it, and others, waiting
     first_token_s: float = 0.0  # from the decision until the prompt was computed
     kind: int = 0  # of the chunks that were compared, and of the refused keys
     chunks: int = 0  # store: of the prompt, that were admitted and not there
@@ -82,7 +83,11 @@ class Decision:
             recompute_cost_s=self.recompute_cost_s,
             alternatives=[
                 store_pb2.Alternative(
-                    tier=each.tier, end_tokens=each.end_tokens, seconds=each.seconds, cost_s=each.cost_s
+                    tier=each.tier,
+                    end_tokens=each.end_tokens,
+                    seconds=each.seconds,
+                    cost_s=each.cost_s,
+                    wait_s=each.wait_s,
                 )
                 for each in self.alternatives
             ],
@@ -96,6 +101,7 @@ class Decision:
             disk_refused_count=self.disk_refused_count,
             outcome=self.outcome,
             load_s=self.load_s,
+            wait_s=self.wait_s,
             saved_s=self.saved_s,
             first_token_s=self.first_token_s,
             kind=self.kind,

@@ -89,6 +89,7 @@ class _Balance:
     predicted_s: float = 0.0
     realised_s: float = 0.0
     load_s: float = 0.0
+    wait_s: float = 0.0
     saved_s: float = 0.0
     regret_s: float = 0.0
 
@@ -259,7 +260,7 @@ class Explanations:
 
     def _balance(self, decision: store_pb2.Decision) -> None:
         predicted = [each.seconds for each in decision.alternatives]
-        times = (decision.first_token_s, decision.load_s, decision.saved_s, *predicted)
+        times = (decision.first_token_s, decision.load_s, decision.wait_s, decision.saved_s, *predicted)
         if not decision.load_s or not all(0 <= seconds < SECONDS_MAX for seconds in times):
             return
         if decision.tier not in self._balances and len(self._balances) >= TIERS_MAX:
@@ -270,6 +271,7 @@ class Explanations:
         balance.predicted_s += chosen[0].seconds if chosen else 0.0
         balance.realised_s += decision.first_token_s
         balance.load_s += decision.load_s
+        balance.wait_s += decision.wait_s
         balance.saved_s += decision.saved_s
         balance.regret_s += max(0.0, decision.load_s - decision.saved_s)
 
@@ -573,6 +575,7 @@ class Explanations:
                 predicted_s=balance.predicted_s,
                 realised_s=balance.realised_s,
                 load_s=balance.load_s,
+                wait_s=balance.wait_s,
                 saved_s=balance.saved_s,
                 regret_s=balance.regret_s,
             )

@@ -27,8 +27,9 @@ _BALANCES = {
     "load_predicted": ("predicted_s", "From the decision to load until the prompt was computed, as predicted."),
     "load_realised": ("realised_s", "The same, as it was."),
     "load": ("load_s", "From the decision to load until the load had ended."),
-    "saved": ("saved_s", "What recomputing the loaded chunks would have taken, as estimated."),
-    "regret": ("regret_s", "What was lost by loads that took longer than recomputing would have."),
+    "load_wait": ("wait_s", "Of that, waiting for steps of the engine, or other copies."),
+    "saved": ("saved_s", "What recomputing would have kept these requests, and others, waiting, as estimated."),
+    "regret": ("regret_s", "What was lost by loads that took longer than that."),
 }
 _TIER_COUNTERS = {
     "hits": "Chunks loaded from this tier.",

@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from kvstore.calibration import PREFILL_TOKENS_MIN, RecomputeCalibration, Step
-from kvstore.costmodel import GpuQueue, RecomputeModel, recompute_s
+from kvstore.calibration import OBSERVATION_S_MAX, PREFILL_TOKENS_MIN, RecomputeCalibration, Step
+from kvstore.costmodel import NO_WAIT, GpuQueue, RecomputeModel, StepWait, recompute_s, step_wait
 
 STEPS_OPEN_MAX = 16  # more than any engine overlaps: then steps and outputs no longer belong together
 DECODE_TOKENS_MAX = 16  # in a step: one, and what was guessed ahead
+STEPS_AVERAGED = 16  # the last ones since the engine had nothing to do
+STEP_S_MAX = 60.0  # in that average: what a clock that jumped leaves there is soon forgotten
 
 
 class _NewRequest(Protocol):
@@ -62,14 +64,20 @@ class EngineQueue:
         self._clock = clock
         self._waiting: dict[str, int] = {}  # request -> tokens of its prompt
         self._loading: set[str] = set()  # those that wait for a load, not for the GPU
+        self._running: set[str] = set()  # those that have had a step and have not ended
         self._prefilling: dict[str, tuple[int, int]] = {}  # request -> computed so far, tokens of its prompt
         self._open: deque[_Open] = deque()
         self._ended_s = -math.inf
+        self.steps_begun = 0  # so far, of those with tokens
+        self._step_s = self._step_prefills = 0.0  # on average: how long one is, how many prompts are computed with it
+        self._steps_averaged = 0
         self.prefill_steps = 0  # so far, of those long enough to be a prefill
 
     # -- requests
 
     def arrived(self, request: str, prompt_tokens: int) -> None:
+        if not (self._waiting or self._running):  # steps of before say nothing of those to come
+            self._steps_averaged, self._step_s, self._step_prefills = 0, 0.0, 0.0
         self._waiting[request] = prompt_tokens
 
     def loads(self, request: str) -> None:
@@ -82,13 +90,22 @@ class EngineQueue:
         self._waiting.pop(request, None)
         self._loading.discard(request)
         self._prefilling.pop(request, None)
+        self._running.discard(request)
 
     def seen_by(self, request: str, model: RecomputeModel) -> GpuQueue:
         """The queue as it is for one request at its head: the others that wait, and the prefills that have begun."""
-        loading = len(self._loading - {request})
-        waiting = len(self._waiting) - (request in self._waiting) - loading
-        backlog_s = sum(recompute_s(model, done, end) for done, end in self._prefilling.values())
-        return GpuQueue(max(0, waiting), backlog_s)
+        prefilling = self._prefilling.values()
+        backlog_s = sum(recompute_s(model, done, end) for done, end in prefilling) if prefilling else 0.0
+        return GpuQueue(self._waiting_beside(request), backlog_s, self.step_wait(request, 1).seconds)
+
+    def step_wait(self, request: str, load_steps: float) -> StepWait:
+        """Of a load for so many steps: they are as those of late, where there is anybody else to compute for."""
+        others = self._waiting_beside(request) + len(self._running) - (request in self._running)
+        return step_wait(load_steps, self._step_s, self._step_prefills) if others else NO_WAIT
+
+    def _waiting_beside(self, request: str) -> int:
+        loading = len(self._loading) - (request in self._loading)
+        return max(0, len(self._waiting) - (request in self._waiting) - loading)
 
     # -- steps
 
@@ -124,6 +141,7 @@ class EngineQueue:
                 continue  # preempted by a reset and aborted before this step: `ended` has been told
             _, prompt = self._prefilling.pop(request, (0, 0))
             self._waiting[request] = prompt
+            self._running.discard(request)
         if tokens:
             self._opened(Step(prefills, decodes, context), prefilled)
 
@@ -131,6 +149,7 @@ class EngineQueue:
         if len(self._open) >= STEPS_OPEN_MAX:
             self._open.clear()
         self._open.append(_Open(step, self._clock(), prefilled))
+        self.steps_begun += 1
 
     def _prefill(
         self,
@@ -144,6 +163,7 @@ class EngineQueue:
         if count <= 0:
             return
         prefills.append((computed, computed + count))
+        self._running.add(request)
         if computed + count < prompt:
             self._prefilling[request] = (computed + count, prompt)
         else:
@@ -158,6 +178,7 @@ class EngineQueue:
         now_s = self._clock()
         seconds = now_s - max(step.began_s, self._ended_s)
         self._ended_s = now_s
+        self._average(seconds, len(step.prefilled))
         if step.step is _DECODING:
             return False
         observed = sum(end - first for first, end in step.step.prefills) >= PREFILL_TOKENS_MIN
@@ -167,6 +188,13 @@ class EngineQueue:
         for request in step.prefilled:
             self._on_prefilled(request)
         return observed
+
+    def _average(self, seconds: float, prefills: int) -> None:
+        if not 0 < seconds <= OBSERVATION_S_MAX:
+            return
+        self._steps_averaged = min(self._steps_averaged + 1, STEPS_AVERAGED)
+        self._step_s += (min(seconds, STEP_S_MAX) - self._step_s) / self._steps_averaged
+        self._step_prefills += (prefills - self._step_prefills) / self._steps_averaged
 
 
 class LinkQueue:

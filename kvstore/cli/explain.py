@@ -110,6 +110,7 @@ def _load(decision: Mapping[str, object], why: str) -> list[str]:
     ]
     lines += [
         f"             load up to {each['end_tokens']} from {each['tier']} and compute the rest {_ms(each['seconds'])}"
+        + (f", {_ms(each['wait_s'])} of it waiting for steps of the engine" if each["wait_s"] else "")
         for each in cast("Sequence[Mapping[str, object]]", decision["alternatives"])
     ]
     chosen = f"load up to {decision['end_tokens']} from {decision['tier']}" if decision["tier"] else "recompute"
@@ -119,8 +120,10 @@ def _load(decision: Mapping[str, object], why: str) -> list[str]:
         lines.append(f"  the first chunk that was not there has the key {decision['first_missing']}...:")
         lines += [f"    {each}" for each in cast("Sequence[str]", decision["missing"])]
     if decision["load_s"]:
+        wait = _ms(decision["wait_s"] or 0)
         lines.append(
-            f"  measured: loaded after {_ms(decision['load_s'])}; recomputing that part would have taken "
+            f"  measured: loaded after {_ms(decision['load_s'])}, {wait} of it waiting for steps of the engine or"
+            " copies of others; recomputing that part would have kept it, and others, waiting for "
             f"{_ms(decision['saved_s'])}"
         )
     if decision["first_token_s"]:

@@ -1,5 +1,6 @@
 """What is decided for one request, and what changes it: no engine, no daemon, a clock that the test moves."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -21,9 +22,18 @@ from kvstore.admission import (
     leading,
 )
 from kvstore.calibration import RecomputeCalibration
-from kvstore.costmodel import GpuQueue, LoadReason, RecomputeModel, StoreReason, TransferModel, recompute_s, transfer_s
+from kvstore.costmodel import (
+    GpuQueue,
+    LoadReason,
+    RecomputeModel,
+    StepWait,
+    StoreReason,
+    TransferModel,
+    recompute_s,
+    transfer_s,
+)
 from kvstore.decisions import Decision, Room
-from kvstore.observations import STEPS_OPEN_MAX, EngineQueue, LinkQueue
+from kvstore.observations import STEP_S_MAX, STEPS_OPEN_MAX, EngineQueue, LinkQueue
 
 CHUNK_TOKENS, CHUNK_BYTES = 128, 128 << 13
 MODEL = RecomputeModel(5e-3, 1e-4, 1e-9, scale=1.0)  # 13 ms for a chunk
@@ -240,6 +250,97 @@ def test_chunks_that_do_not_come_from_disk_teach_that_it_is_slow() -> None:
         raise AssertionError("it never declined")
 
 
+def busy(rig: Rig, step_s: float) -> None:
+    """Somebody else decodes, so many seconds a step."""
+    step(rig, [("other", 0, 100)], step_s)
+    for _ in range(50):
+        decode(rig, step_s)
+
+
+def decode(rig: Rig, step_s: float) -> None:
+    rig.admission.queue.step_began(scheduled(cached=[("other", 1000, 1001, 1)]))
+    rig.clock.now_s += step_s
+    rig.admission.step_ended()
+
+
+def loaded(rig: Rig, step_s: float, steps: int, *, copy_s: float = 1e-3):
+    """A load that ends with the last of so many steps."""
+    verdict = rig.load(cpu=12)
+    rig.admission.load_began(verdict, 12)
+    for _ in range(steps - 1):
+        decode(rig, step_s)
+    rig.admission.queue.step_began(scheduled(cached=[("other", 1000, 1001, 1)]))
+    rig.clock.now_s += step_s
+    rig.admission.load_ended(verdict, service_s=copy_s, loaded_chunks=12)
+    rig.admission.step_ended()
+    return verdict
+
+
+def test_a_short_hit_is_recomputed_where_the_engines_steps_are_long_and_the_prediction_says_so() -> None:
+    rig = Rig().measured(load=FAST)
+    idle = rig.load(cpu=12)
+    assert idle.loads
+    busy(rig, 0.3)  # and recomputing takes 161 ms
+    verdict = rig.load(cpu=12)
+    assert (verdict.loads, verdict.decision.reason) == (False, LoadReason.RECOMPUTE_IS_QUICKER)
+    [alternative], [before] = verdict.decision.alternatives, idle.decision.alternatives
+    assert alternative.wait_s == pytest.approx(2 * 0.3)
+    assert alternative.seconds == pytest.approx(before.seconds + 3 * 0.3)
+    assert verdict.decision.recompute_s == pytest.approx(idle.decision.recompute_s + 0.3)
+    for i in range(8):  # all of whom it would keep waiting
+        rig.admission.queue.arrived(f"waits-{i}", 1000)
+    assert rig.load(cpu=12).loads
+
+
+def test_what_a_load_waits_for_steps_is_told_and_teaches_no_link_that_it_is_slow() -> None:
+    rig = Rig(Mode.ALWAYS).measured(load=FAST)
+    busy(rig, 0.3)
+    learned = rig.admission.documents()["load"]
+    verdict = loaded(rig, 0.3, 2)
+    assert verdict.decision.load_s == pytest.approx(0.6)
+    assert verdict.decision.wait_s == pytest.approx(0.599)
+    assert "load" not in rig.admission.documents()  # nothing new
+    rig.copy(FAST, 4)
+    assert json.loads(rig.admission.documents()["load"])["count"] == json.loads(learned)["count"] + 1
+
+
+def test_how_many_steps_a_load_waits_for_is_learned_from_loads() -> None:
+    rig = Rig(Mode.ALWAYS).measured(load=FAST)
+    busy(rig, 0.1)
+    for _ in range(50):
+        verdict = loaded(rig, 0.1, 5, copy_s=0.05)
+    [alternative] = verdict.decision.alternatives
+    assert alternative.wait_s == pytest.approx(5 * 0.1 - 0.05, rel=0.01)
+    rig.admission.queue.ended("other")
+    assert rig.load(cpu=12).decision.alternatives[0].wait_s == 0
+
+
+def test_the_load_of_a_request_that_was_aborted_meanwhile_waited_for_steps_too() -> None:
+    rig = Rig(Mode.ALWAYS).measured(load=FAST)
+    busy(rig, 0.3)
+    rig.admission.documents()
+    verdict = rig.load(cpu=12)
+    rig.admission.load_began(verdict, 12)
+    decode(rig, 0.3)
+    rig.admission.finished(verdict.decision.request)
+    rig.admission.load_ended(verdict, service_s=1e-3, loaded_chunks=12)
+    assert "lag" not in rig.admission.documents()  # what an engine takes that has nothing else to do
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.floats(), st.floats(), st.integers(1, 20)), max_size=30))
+def test_garbage_waits_leave_the_prediction_a_time(loads: list[tuple[float, float, int]]) -> None:
+    rig = Rig(Mode.ALWAYS).measured(load=FAST)
+    busy(rig, 0.1)
+    for step_s, copy_s, steps in loads:
+        verdict = loaded(rig, step_s, steps, copy_s=copy_s)
+        rig.clock.now_s = 100.0
+        assert 0 <= verdict.decision.wait_s < math.inf
+        assert 0 <= verdict.decision.saved_s < math.inf
+        [alternative] = rig.load(cpu=12).decision.alternatives
+        assert 0 <= alternative.wait_s < math.inf
+
+
 def test_a_tier_that_costs_more_than_it_gives_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(Mode.ALWAYS)
     for _ in range(WINDOW + 5):
@@ -442,6 +543,47 @@ def test_steps_that_overlap_are_timed_one_after_the_other() -> None:
     queue.step_ended()
     assert calibration.estimate.observation_count == 2
     assert calibration.estimate.scale == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_load_waits_for_steps_like_those_of_late_where_there_are_others_to_compute_for() -> None:
+    queue, clock, _ = queue_of()
+    assert queue.step_wait("x", 2) == StepWait()
+    queue.arrived("a", 1000)
+    for _ in range(2):  # one prompt computed with the first, and then it decodes
+        queue.step_began(scheduled([("a", 0, 1000)]) if queue.seen_by("x", MODEL).step_s == 0 else scheduled())
+        clock.now_s += 0.5
+        queue.step_ended()
+    assert queue.step_wait("x", 2) == StepWait(1.0, 2.0)
+    assert queue.step_wait("a", 2) == StepWait()  # for itself it does not wait
+    for _ in range(200):
+        queue.step_began(scheduled(cached=[("a", 1000, 1001, 1)]))
+        clock.now_s += 0.01
+        queue.step_ended()
+    assert queue.step_wait("x", 2).seconds == pytest.approx(0.02, rel=0.01)
+    assert queue.step_wait("x", 2).passing_count < 0.01
+    queue.arrived("b", 1000)
+    assert queue.step_wait("a", 2).seconds > 0
+    for name in "ab":
+        queue.ended(name)
+    assert queue.step_wait("x", 2) == StepWait()
+    queue.arrived("x", 1000)
+    queue.arrived("y", 1000)
+    assert queue.step_wait("x", 2) == StepWait()  # the engine had nothing to do: it is not known yet
+
+
+@given(st.lists(st.one_of(st.sampled_from([0.0, -5.0, 1e9, math.nan, math.inf, 3000.0]), st.floats(-10, 10))))
+def test_garbage_step_times_leave_a_wait_that_is_a_time_and_that_good_ones_soon_mend(jumps: list[float]) -> None:
+    queue, clock, _ = queue_of()
+    queue.arrived("a", 1000)
+    queue.step_began(scheduled([("a", 0, 1000)]))
+    queue.step_ended()
+    for jump in [*jumps, *[0.01] * 200]:
+        queue.step_began(scheduled(cached=[("a", 1000, 1001, 1)]))
+        clock.now_s += jump
+        queue.step_ended()
+        assert 0 <= queue.step_wait("x", 2).seconds <= 2 * STEP_S_MAX
+        clock.now_s = clock.now_s if 0 <= clock.now_s < 1e6 else 100.0
+    assert queue.step_wait("x", 2).seconds == pytest.approx(0.02, rel=0.1)
 
 
 def test_outputs_without_a_step_and_steps_without_outputs_are_harmless() -> None:

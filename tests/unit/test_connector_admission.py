@@ -119,6 +119,20 @@ def test_what_is_told_of_an_adapters_chunks_names_them_as_the_store_does(monkeyp
     assert (list(load.refused), list(store.refused)) == (chain[:1], chain[2:])
 
 
+def test_for_a_request_that_has_ended_no_load_waits_though_vllm_says_more_of_it_only_in_the_next_step():
+    engine = engine_of()
+    request = engine.add("cold", PROMPT, max_tokens=1)
+    queue = engine.half._admission.queue
+    while not request.is_finished():
+        engine.step()
+    queue._average(0.1, 1)
+    assert queue.step_wait("other", 2).seconds == 0
+    engine.add("more", PROMPT[::-1])
+    engine.step()
+    queue._average(0.1, 1)
+    assert queue.step_wait("other", 2).seconds > 0
+
+
 def test_never_neither_loads_nor_stores():
     engine = engine_of(mode=Mode.NEVER)
     cold = list(engine.serve("cold", PROMPT).output_token_ids)

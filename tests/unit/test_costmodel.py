@@ -15,6 +15,7 @@ from kvstore.costmodel import (
     LoadOption,
     LoadReason,
     RecomputeModel,
+    StepWait,
     StorePrice,
     StoreReason,
     TransferModel,
@@ -204,7 +205,8 @@ models = st.builds(
     step_tokens=st.one_of(st.none(), st.integers(16, 8192)),
 )
 links = st.builds(TransferModel, bytes_per_s=st.floats(1e6, 1e12), overhead_s=st.floats(0, 1))
-gpus = st.builds(GpuQueue, waiting_count=st.integers(0, 1000), backlog_s=st.floats(0, 100))
+gpus = st.builds(GpuQueue, waiting_count=st.integers(0, 1000), backlog_s=st.floats(0, 100), step_s=st.floats(0, 10))
+waits = st.builds(StepWait, seconds=st.floats(0, 100), passing_count=st.floats(0, 100))
 
 
 @given(links, st.floats(-1e15, 1e15), st.floats(0, 1e15))
@@ -253,6 +255,7 @@ options = st.builds(
     link_waiting_count=st.integers(0, 100),
     margin=st.floats(0.05, 0.5),
     healthy=st.booleans(),
+    wait=waits,
 )
 MODEL = RecomputeModel(1e-3, 2e-5, 4e-10)
 
@@ -282,7 +285,9 @@ def test_a_load_pays_with_its_margin_and_its_cost_is_never_negative(
         assert decision.reason is LoadReason.LOAD_IS_QUICKER
         assert option.healthy
         assert option.end_token > gpu_tokens
-        rest_s = recompute_s(MODEL, min(option.end_token, 100_000), 100_000) * (1 + gpu.waiting_count)
+        behind_count = max(0.0, gpu.waiting_count - option.wait.passing_count)
+        rest_s = recompute_s(MODEL, min(option.end_token, 100_000), 100_000) * (1 + behind_count)
+        rest_s += min(option.wait.seconds, decision.recompute_s * min(option.wait.passing_count, gpu.waiting_count))
         assert (decision.alternatives[0].cost_s - rest_s) * (1 + option.margin) < decision.recompute_cost_s - rest_s
 
 
@@ -295,14 +300,16 @@ def test_a_short_hit_of_a_long_prompt_is_not_lost_in_the_error_of_what_is_comput
 @settings(deadline=None)  # the machine may be busy
 @given(
     st.floats(0, 100), st.floats(0, 100), st.floats(0, 10), st.integers(0, 50), st.integers(0, 50), st.floats(0, 10),
-    st.floats(0, 100),
+    st.floats(0, 100), waits,
 )  # fmt: skip
 def test_the_cost_of_a_load_grows_with_each_of_its_parts(
-    compute_s: float, load_s: float, link_s: float, n_gpu: int, n_link: int, more: float, gpu_s: float
+    compute_s: float, load_s: float, link_s: float, n_gpu: int, n_link: int, more: float, gpu_s: float, wait: StepWait
 ) -> None:
     def cost(
         compute: float = 0,
         load: float = 0,
+        waited: float = 0,
+        passing: float = 0,
         gpu_backlog: float = 0,
         link_backlog: float = 0,
         gpu: int = 0,
@@ -312,17 +319,67 @@ def test_the_cost_of_a_load_grows_with_each_of_its_parts(
             compute_s + compute,
             GpuQueue(n_gpu + gpu, gpu_s + gpu_backlog),
             load_s=load_s + load,
+            wait=StepWait(wait.seconds + waited, wait.passing_count + passing),
             link_backlog_s=link_s + link_backlog,
             link_waiting_count=n_link + link,
         )
 
     base = cost()
     assert base >= compute_s + gpu_s - 1e-9  # no token before the GPU is free, nor before what is loaded is there
-    assert load_s == 0 or base >= compute_s + link_s + load_s - 1e-9
+    assert load_s == 0 or base >= compute_s + link_s + load_s + wait.seconds - 1e-9
     for grown in (
-        cost(compute=more), cost(load=more), cost(gpu_backlog=more), cost(link_backlog=more), cost(gpu=3), cost(link=3)
+        cost(compute=more), cost(load=more), cost(gpu_backlog=more), cost(link_backlog=more), cost(gpu=3), cost(link=3),
+        cost(waited=more),
     ):  # fmt: skip
         assert grown >= base - 1e-9
+    # Who passes meanwhile does not wait for the rest.
+    assert compute_s + gpu_s - 1e-9 <= cost(passing=more) <= base + 1e-9
+
+
+@pytest.mark.parametrize("of_equal_length", [True, False])
+def test_steps_full_of_others_like_it_are_no_loss_and_steps_of_decodes_are(of_equal_length: bool) -> None:
+    """Others that pass gain what a load waits for them: who goes first is all the same. A short one should not wait."""
+    prompt = 8192 if of_equal_length else 1024
+    other_s = recompute_s(MODEL, 0, 8192)
+    quick = LoadOption("cpu", 512, 1e-3)
+    prefills, decodes = costmodel.step_wait(2, 1.5 * other_s, 1.5), costmodel.step_wait(2, 1.5 * other_s, 0)
+
+    def loads(wait: StepWait) -> bool:
+        gpu = GpuQueue(waiting_count=wait.passing_count, step_s=1.5 * other_s)
+        return costmodel.decide_load(MODEL, prompt, 0, [quick._replace(wait=wait)], gpu).option is not None
+
+    assert costmodel.decide_load(MODEL, prompt, 0, [quick], GpuQueue()).option is quick
+    assert loads(prefills) is of_equal_length
+    assert not loads(decodes)
+
+
+def test_a_queue_makes_a_load_pay_that_waits_for_steps() -> None:
+    short = LoadOption("cpu", 4096, 1e-3, wait=costmodel.step_wait(2, 0.1, 0))
+    assert costmodel.decide_load(MODEL, 4200, 0, [short], GpuQueue(step_s=0.1)).option is None
+    assert costmodel.decide_load(MODEL, 4200, 0, [short], GpuQueue(waiting_count=4, step_s=0.1)).option is short
+
+
+def test_both_predictions_have_the_others_steps_in_them_and_say_how_long_the_load_waits() -> None:
+    gpu, wait = GpuQueue(step_s=0.25), costmodel.step_wait(2, 0.25, 0.5)
+    decision = costmodel.decide_load(MODEL, 8192, 0, [LoadOption("cpu", 8000, 0.125, wait=wait)], gpu)
+    [alternative] = decision.alternatives
+    assert alternative.wait_s == 0.5
+    assert alternative.seconds == pytest.approx(0.125 + 0.5 + 0.25 + recompute_s(MODEL, 8000, 8192))
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(st.integers(0, 50_000), st.integers(0, 50_000), st.floats(0, 10), waits, st.integers(0, 100))
+def test_what_a_load_saved_and_what_it_took_are_of_one_measure(
+    first: int, loaded: int, load_s: float, wait: StepWait, waiting: int
+) -> None:
+    """What it saved, less what it took, is by how much its cost is less than that of recomputing."""
+    prompt, end = 100_000, first + loaded
+    gpu = GpuQueue(waiting_count=max(waiting, wait.passing_count))
+    saved_s = costmodel.saved_s(MODEL, first, end, prompt, gpu, wait.passing_count)
+    assert saved_s >= 0
+    recomputed_s = costmodel.load_cost_s(recompute_s(MODEL, first, prompt), gpu)
+    loaded_s = costmodel.load_cost_s(recompute_s(MODEL, end, prompt), gpu, load_s=load_s, wait=wait)
+    assert saved_s - (load_s + wait.seconds) == pytest.approx(recomputed_s - loaded_s, abs=1e-6)
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -381,6 +438,16 @@ def test_why_nothing_is_loaded() -> None:
 @pytest.mark.parametrize("field", ["transfer_s", "link_backlog_s", "margin"])
 def test_garbage_never_admits_a_load(field: str, bad: float) -> None:
     option = LoadOption(**{"tier": "fs", "end_token": 8000, "transfer_s": 1e-3, field: bad})  # type: ignore[arg-type]
+    _declined(option)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0])
+@pytest.mark.parametrize("field", ["seconds", "passing_count"])
+def test_a_garbage_wait_never_admits_a_load(field: str, bad: float) -> None:
+    _declined(LoadOption("fs", 8000, 1e-3, wait=StepWait()._replace(**{field: bad})))
+
+
+def _declined(option: LoadOption) -> None:
     good = LoadOption("cpu", 6000, 1e-3)
     assert costmodel.decide_load(MODEL, 8192, 0, [option], GpuQueue()).option is None
     assert costmodel.decide_load(MODEL, 8192, 0, [option, good], GpuQueue()).option is good
@@ -390,7 +457,7 @@ def test_garbage_never_admits_a_load(field: str, bad: float) -> None:
 @given(gpus)
 def test_the_deadline_outlasts_the_recomputation_it_saves(gpu: GpuQueue) -> None:
     compute_s = recompute_s(MODEL, 100, 8192)
-    expected_s = 3 * (compute_s + gpu.backlog_s + gpu.waiting_count * compute_s)
+    expected_s = 3 * (compute_s + gpu.backlog_s + gpu.step_s + gpu.waiting_count * compute_s)
     assert costmodel.load_deadline_s(recompute_s(MODEL, 100, 8192), gpu) == pytest.approx(expected_s)
 
 

@@ -335,12 +335,13 @@ class AdmissionCount(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., reason: _Optional[str] = ..., decisions: _Optional[int] = ..., refused_chunks: _Optional[int] = ...) -> None: ...
 
 class TierBalance(_message.Message):
-    __slots__ = ("tier", "loads", "predicted_s", "realised_s", "load_s", "saved_s", "regret_s")
+    __slots__ = ("tier", "loads", "predicted_s", "realised_s", "load_s", "wait_s", "saved_s", "regret_s")
     TIER_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
     REALISED_S_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
     SAVED_S_FIELD_NUMBER: _ClassVar[int]
     REGRET_S_FIELD_NUMBER: _ClassVar[int]
     tier: str
@@ -348,9 +349,10 @@ class TierBalance(_message.Message):
     predicted_s: float
     realised_s: float
     load_s: float
+    wait_s: float
     saved_s: float
     regret_s: float
-    def __init__(self, tier: _Optional[str] = ..., loads: _Optional[int] = ..., predicted_s: _Optional[float] = ..., realised_s: _Optional[float] = ..., load_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., regret_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, tier: _Optional[str] = ..., loads: _Optional[int] = ..., predicted_s: _Optional[float] = ..., realised_s: _Optional[float] = ..., load_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., regret_s: _Optional[float] = ...) -> None: ...
 
 class Setting(_message.Message):
     __slots__ = ("name", "value", "source")

@@ -179,19 +179,21 @@ class Probe(_message.Message):
     def __init__(self, engine_family: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
 
 class Alternative(_message.Message):
-    __slots__ = ("tier", "end_tokens", "seconds", "cost_s")
+    __slots__ = ("tier", "end_tokens", "seconds", "cost_s", "wait_s")
     TIER_FIELD_NUMBER: _ClassVar[int]
     END_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     COST_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
     tier: str
     end_tokens: int
     seconds: float
     cost_s: float
-    def __init__(self, tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., seconds: _Optional[float] = ..., cost_s: _Optional[float] = ...) -> None: ...
+    wait_s: float
+    def __init__(self, tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., seconds: _Optional[float] = ..., cost_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("number", "request", "is_store", "reason", "prompt_tokens", "gpu_tokens", "cpu_tokens", "hit_tokens", "waiting", "recompute_s", "recompute_cost_s", "alternatives", "tier", "end_tokens", "refused_count", "refused", "outcome", "load_s", "saved_s", "first_token_s", "disk_reason", "disk_end_tokens", "disk_refused_count", "chunks", "kind")
+    __slots__ = ("number", "request", "is_store", "reason", "prompt_tokens", "gpu_tokens", "cpu_tokens", "hit_tokens", "waiting", "recompute_s", "recompute_cost_s", "alternatives", "tier", "end_tokens", "refused_count", "refused", "outcome", "load_s", "wait_s", "saved_s", "first_token_s", "disk_reason", "disk_end_tokens", "disk_refused_count", "chunks", "kind")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     IS_STORE_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +212,7 @@ class Decision(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
     SAVED_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     DISK_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +238,7 @@ class Decision(_message.Message):
     refused: bytes
     outcome: str
     load_s: float
+    wait_s: float
     saved_s: float
     first_token_s: float
     disk_reason: str
@@ -242,7 +246,7 @@ class Decision(_message.Message):
     disk_refused_count: int
     chunks: int
     kind: int
-    def __init__(self, number: _Optional[int] = ..., request: _Optional[str] = ..., is_store: bool = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., cpu_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., recompute_s: _Optional[float] = ..., recompute_cost_s: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ..., tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., refused_count: _Optional[int] = ..., refused: _Optional[bytes] = ..., outcome: _Optional[str] = ..., load_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., disk_reason: _Optional[str] = ..., disk_end_tokens: _Optional[int] = ..., disk_refused_count: _Optional[int] = ..., chunks: _Optional[int] = ..., kind: _Optional[int] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[str] = ..., is_store: bool = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., cpu_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., recompute_s: _Optional[float] = ..., recompute_cost_s: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ..., tier: _Optional[str] = ..., end_tokens: _Optional[int] = ..., refused_count: _Optional[int] = ..., refused: _Optional[bytes] = ..., outcome: _Optional[str] = ..., load_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., saved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., disk_reason: _Optional[str] = ..., disk_end_tokens: _Optional[int] = ..., disk_refused_count: _Optional[int] = ..., chunks: _Optional[int] = ..., kind: _Optional[int] = ...) -> None: ...
 
 class Learned(_message.Message):
     __slots__ = ("name", "document")
