@@ -1,21 +1,22 @@
-// Batched file I/O by a pool of threads: pread and pwrite of a head block and a payload, in pieces, each piece's
-// checksum taken by the thread that moves it.
+// Batched file I/O by a pool of threads: reads and writes of a head block and a payload, in pieces, whose checksums are
+// taken while other pieces move.
 //
 // Who does what: any thread submits; `n_read_threads` threads run reads and `n_write_threads` run writes, in order of
-// submission. Several threads may be at one request: its pieces go to whoever is free, so that a single request too
-// keeps a disk busy, and checksums are taken while other pieces are under way. Where many requests are under way a
-// thread takes several pieces and moves them with one call. The head goes with the first piece, which is taken last: a
-// head to be written bears the checksum of all. Reads go first: a piece of a write starts only while no read waits, or
-// after the write has waited WRITE_PATIENCE. One watcher thread looks after deadlines. Finished requests are collected
-// with `poll`; an eventfd becomes readable when there is something to collect, so an event loop can watch it. One mutex
-// guards the queues; no I/O is done under it.
+// submission, a request each. A thread has several calls of its request under way at once by Linux's own asynchronous
+// I/O (io_submit), so that a single request too keeps a disk busy; one piece each, more where many requests are under
+// way or the request is large. The head goes with the first piece, which is written last: it bears the checksum of
+// all. What the kernel does not take so, or does at once (a file that is not open for direct I/O), is done one call
+// after the other. Reads go first: a write starts only while no read waits, or after it has waited WRITE_PATIENCE. One
+// watcher thread looks after deadlines. Finished requests are collected with `poll`; an eventfd becomes readable when
+// there is something to collect, so an event loop can watch it. One mutex guards the queues; no I/O is done under it.
 //
 // Deadlines: a request that is still waiting at its deadline is cancelled (ETIMEDOUT, its memory is free). One that is
-// running is reported `late` once, and again, finally, when its call has returned: until then its memory belongs to the
-// kernel, whatever the caller has given up. A disk that never answers holds at most what was submitted.
+// running is reported `late` once, and again, finally, when its calls have returned: until then its memory belongs to
+// the kernel, whatever the caller has given up. A disk that never answers holds at most what was submitted.
 //
-// Threads were chosen over io_uring: they reach the device's speed at the depths in question, work in containers whose
-// seccomp profile forbids io_uring, and spread the checksums over the cores.
+// A thread for each request: a call may block where it should not (a file that is not what it seems, a disk that does
+// not answer), and checksums go over the cores. Not io_uring: containers' seccomp profiles forbid it, and asynchronous
+// I/O reaches the device's speed at the depths in question.
 #pragma once
 
 #include <chrono>
