@@ -2,6 +2,7 @@
 whose numbers others have, and those of a directory that is there again."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import resource
@@ -87,13 +88,17 @@ def test_a_slab_that_could_not_be_forgotten_and_was_given_up_since_is_not_forgot
             monkeypatch.setattr(FsDirectory, "write_block", staticmethod(fail))
             assert (await bench.remove(TENANT)).failed == "Input/output error"
             monkeypatch.setattr(FsDirectory, "write_block", staticmethod(write_block))
-            retired = asyncio.Event()
-            bench.tier._writes.retire(slab, retired.set)
-            await retired.wait()
-            bench.tier._writes.health.succeeded()
-            await store(bench, range(slots))
-            assert bench.entry(chunk_id(0)).place.slab.fd == slab.fd
-            assert (await bench.remove(TENANT)).failed is None
+            with contextlib.ExitStack() as taken:
+                while (lower := os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)) < slab.fd:
+                    taken.callback(os.close, lower)  # so that the slab's number is the first one to be free
+                os.close(lower)
+                retired = asyncio.Event()
+                bench.tier._writes.retire(slab, retired.set)
+                await retired.wait()
+                bench.tier._writes.health.succeeded()
+                await store(bench, range(slots))
+                assert bench.entry(chunk_id(0)).place.slab.fd == slab.fd
+                assert (await bench.remove(TENANT)).failed is None
         async with fs_bench(tmp_path, opts) as bench:
             for number in range(slots):
                 outcome, content = await bench.read(chunk_id(number))
