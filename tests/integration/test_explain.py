@@ -47,7 +47,7 @@ def steps(daemon: Daemon) -> Iterator[Steps]:
 def test_a_request_says_what_was_compared_chosen_and_measured(daemon: Daemon, steps: Steps) -> None:
     decision = Decision(
         1, "cmpl-1-a1b2", False, "LOAD_IS_QUICKER", 2048, 0, 512, 1536, 3, 0.5, 2.0,
-        (Alternative("cpu", 512, 0.4, 1.6), Alternative("fs", 1536, 0.2, 0.8)), "fs", 1536,
+        (Alternative("cpu", 512, 0.4, 1.6), Alternative("fs", 1536, 0.2, 0.8, 0.05)), "fs", 1536,
     )  # fmt: skip
     steps.tell(decision)
     steps.settle(WAIT_S)
@@ -58,8 +58,8 @@ def test_a_request_says_what_was_compared_chosen_and_measured(daemon: Daemon, st
     [found] = explain(daemon, "cmpl-1")["decisions"]
     assert (found["reason"], found["tier"], found["outcome"]) == ("LOAD_IS_QUICKER", "fs", "loaded")
     assert found["alternatives"] == [
-        {"tier": "cpu", "end_tokens": 512, "seconds": 0.4},
-        {"tier": "fs", "end_tokens": 1536, "seconds": 0.2},
+        {"tier": "cpu", "end_tokens": 512, "seconds": 0.4, "wait_s": 0.0},
+        {"tier": "fs", "end_tokens": 1536, "seconds": 0.2, "wait_s": 0.05},
     ]
     text = shown(daemon, "cmpl-1-a1")
     for part in (
