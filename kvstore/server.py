@@ -335,7 +335,8 @@ async def _close_fs(movement: Movement, config: ServeConfig, learned: dict[str, 
     try:
         await asyncio.wait_for(movement.fs.keep_learned(learned), STOP_GRACE_S)
     except (LimitExceeded, OSError, TimeoutError) as error:
-        _log.warning("what engines learned of their speed is not kept in %s: %s", config.fs_dir, error)
+        why = str(error) or f"the disk did not answer within {STOP_GRACE_S:g} s"
+        _log.warning("what engines learned of their speed is not kept in %s: %s", config.fs_dir, why)
     drained = await movement.drain(DRAIN_S)
     if not drained:
         _log.warning("not everything could be written to %s in %g s", config.fs_dir, DRAIN_S)

@@ -137,12 +137,17 @@ class Writes:
             self._returned(write, done.error)
 
     def give_up_late(self) -> None:
-        """Those that have had no slot until their deadline."""
+        """Those that have had no slot until their deadline. One that was on its way comes with the next commit, or the
+        next slab: then it is the disk that does not answer."""
         now_s = self._clock()
         for queue in self._queues.values():
+            late = 0
             while queue.waiting and queue.waiting[0].deadline_s < now_s:
-                self._counters.late += 1
+                late += 1
                 self._end(queue.waiting.popleft(), WriteOutcome.LATE)
+            self._counters.late += late
+            if late and (queue.coming or queue.preparing):
+                self.failed(f"making room for a chunk took longer than {self._options.io_deadline_ms} ms")
 
     def close(self) -> None:
         """What waits is given up."""

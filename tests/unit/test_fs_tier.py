@@ -1201,6 +1201,43 @@ def test_a_read_past_its_deadline_is_late_but_keeps_its_memory_and_its_slot(
     run(scenario)
 
 
+def test_a_full_tier_whose_index_is_not_written_in_time_is_sick_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that hangs is met there first: an evicted chunk's slot is free once a commit says so."""
+    monkeypatch.setattr(fs, "TICK_S", 0.05)
+    answers = threading.Event()
+    answers.set()
+    commit = Index.commit
+
+    def commit_when_it_answers(*arguments: Any, **named: Any) -> None:
+        answers.wait()
+        commit(*arguments, **named)
+
+    monkeypatch.setattr(Index, "commit", commit_when_it_answers)
+
+    async def scenario() -> None:
+        async with fs_bench(tmp_path, options(io_deadline_ms=500)) as bench:
+            capacity = bench.capacity_chunks
+            await store(bench, range(capacity))
+            answers.clear()
+            try:
+                assert await bench.write(chunk_id(capacity)) is WriteOutcome.LATE
+                await until(lambda: bench.tier.sick is not None, "the tier is sick")
+                assert "making room for a chunk took longer than 500 ms" in (bench.tier.sick or "")
+            finally:
+                answers.set()
+
+            async def stores_again() -> None:
+                while await bench.write(chunk_id(capacity + 1)) is not WriteOutcome.STORED:
+                    await asyncio.sleep(0.05)
+
+            await asyncio.wait_for(stores_again(), 30)
+            assert bench.tier.sick is None
+
+    run(scenario)
+
+
 def test_a_write_past_its_deadline_is_not_stored_even_if_it_ends_well(tmp_path: Path, hanging: HangingMemory) -> None:
     async def scenario() -> None:
         async with fs_bench(tmp_path, options(io_deadline_ms=500)) as bench:
