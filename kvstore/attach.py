@@ -100,8 +100,7 @@ class ArenaSocket:
         Called once in a while."""
         latest_s = self._loop.time() - self._attach_within_s
         for connection in list(self._connections.values()):
-            unattached = connection.session.role == store_pb2.ROLE_UNSPECIFIED
-            if connection.sock is not None and unattached and connection.since_s <= latest_s:
+            if self._only_occupies(connection) and connection.since_s <= latest_s:
                 _log.warning("pid %d connected to arena.sock and has not attached since", connection.session.pid)
                 self._hang_up(connection)
             elif connection.sock is None and not self._store.watched(connection.session):
@@ -143,10 +142,8 @@ class ArenaSocket:
                 "know, so it proves nothing; map your uid into the daemon's namespace",
             )
             return
-        try:
-            session = self._store.connect(pid=pid, uid=uid)
-        except LimitExceeded as error:
-            _refuse(sock, str(error))
+        session = self._place_for(sock, pid, uid)
+        if session is None:
             return
         try:
             pidfd = self._pidfd_of(sock, pid)
@@ -172,6 +169,22 @@ class ArenaSocket:
             sock.send(Hello(session.token).encode())
         except OSError:
             self._hang_up(connection)
+
+    def _place_for(self, sock: socket.socket, pid: int, uid: int) -> Session | None:
+        """Where all are taken, that of whoever has held one longest without attaching. None: the process is refused."""
+        try:
+            return self._store.connect(pid=pid, uid=uid)
+        except LimitExceeded as error:
+            unattached = [each for each in self._connections.values() if self._only_occupies(each)]
+            if not unattached:
+                _refuse(sock, str(error))
+                return None
+            self._hang_up(min(unattached, key=lambda each: each.since_s))
+            return self._store.connect(pid=pid, uid=uid)
+
+    @staticmethod
+    def _only_occupies(connection: Connection) -> bool:
+        return connection.sock is not None and connection.session.role == store_pb2.ROLE_UNSPECIFIED
 
     def _accept_again(self) -> None:
         if self._listener is not None:

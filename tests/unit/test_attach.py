@@ -222,7 +222,7 @@ def test_too_many_sessions_are_told_so(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(limits, "OPERATORS_MAX", 0)
 
     async def scene(place: Place) -> None:
-        first, _ = await place.connect()
+        first, _ = await place.attached_with_grants(1)
         second = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         second.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -232,6 +232,26 @@ def test_too_many_sessions_are_told_so(tmp_path: Path, monkeypatch: pytest.Monke
         assert "this daemon takes 1" in refusal.reason
         first.close()
         second.close()
+
+    run(tmp_path, scene)
+
+
+def test_where_all_places_are_taken_who_has_not_attached_makes_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else 1,040 idle connections would keep the operator out who wants to see whose they are."""
+    monkeypatch.setattr(limits, "SESSIONS_MAX", 3)
+    monkeypatch.setattr(limits, "OPERATORS_MAX", 0)
+
+    async def scene(place: Place) -> None:
+        attached, session = await place.attached_with_grants(1)
+        oldest, _ = await place.connect()
+        idle, idle_session = await place.connect()
+        new, new_session = await place.connect()
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(oldest, 1), WAIT_S) == b""
+        assert list(place.store._sessions.values()) == [session, idle_session, new_session]
+        for each in (attached, oldest, idle, new):
+            each.close()
 
     run(tmp_path, scene)
 
