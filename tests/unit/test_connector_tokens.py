@@ -180,6 +180,8 @@ def test_no_way_of_scheduling_stores_or_reads_wrong_bytes(way, seed, monkeypatch
     monkeypatch.setenv("PYTHONHASHSEED", SEED)
     options = dict(WAYS[way])
     gentle, sessions = options.pop("gentle", False), options.pop("sessions", True)
+    # Else they are not served, and 0.30's own scheduler miscounts them where steps overlap.
+    sessions = sessions and compat.renews_session_hashes()
     engine = TokenEngine(seed=seed, **options)
     life = Life(engine, seed, gentle=gentle, sessions=sessions)
     for _ in range(STEPS):
@@ -187,7 +189,7 @@ def test_no_way_of_scheduling_stores_or_reads_wrong_bytes(way, seed, monkeypatch
     life.end()
     half = engine.half
     assert engine.metric("kvstore_connector_stored_chunks") > 0
-    if seed == 0 and compat.renews_session_hashes():  # of others, and without sessions, a short life may find nothing
+    if seed == 0:  # of others a short life may find nothing
         assert engine.metric("kvstore_connector_loaded_chunks") > 0
     assert not half.jobs.running
     assert not half.jobs._storing
