@@ -1,5 +1,6 @@
 """A small store on real shared memory, for the tests of the native core: what the daemon makes at its start."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,11 @@ def key_of(number: int) -> bytes:
 
 
 def rss_bytes(name: str, permissions: str) -> int:
-    """Of this process's maps of that memfd with those permissions: how much is in its page tables."""
+    """Of this process's maps of that memfd with those permissions: how much is in its page tables.
+
+    Without the maps of an earlier test that nothing refers to any more and that were not yet collected.
+    """
+    gc.collect()
     found, total = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
