@@ -7,7 +7,8 @@ calls of a step, and what our half adds is the difference of the medians: in a s
 generate tokens, no chunk fills), per request that arrives with one key to look up, per further key looked up, per key
 stored, and per key loaded. What is stored fits, so neither side evicts. Ours stores and loads everything (`admission` =
 `always`), as theirs does; what deciding by the model costs on top is shown for a step in which nothing happens and for
-a lookup. Between steps there is a pause as of a very quick forward pass, in which our sending thread does its work.
+a lookup. Between steps this core computes, as for a very quick forward pass, while our sending thread does its work on
+another: a core that slept instead runs slowly for a while, and by how much differs from one minute to the next.
 Limits are given for steps and keys; a request's is what vLLM's own path takes for one.
 
 Then the same of ours alone, over a daemon with a disk, in turns with that disk idle, as busy as two other processes can
@@ -70,6 +71,9 @@ DISK_QUOTA_BYTES = 256 << 20  # in memory, so that they leave the engine's chunk
 DISK_SETTLES_S = 1.0
 RESTING, DISK_BUSY, CORES_BUSY, STOPPED = range(4)  # what the two other processes are told to do
 IDLE_US_MAX, LOOKUP_US_MAX, STORE_US_MAX = 50.0, 1.0, 10.0
+
+torch.set_num_threads(1)
+_WEIGHTS = torch.ones(1024, 1024)
 
 # What vLLM's scheduler calls, by what is asked for.
 LOOKING_UP = ("on_new_request", "get_num_new_matched_tokens")
@@ -168,7 +172,7 @@ class Engine:
     def step(self) -> bool:
         """One step. Whether anything happened in it: a request that begins or ends, a job, an end of one."""
         output = self.scheduler.schedule()
-        time.sleep(FORWARD_S)
+        _forward()
         ids = [
             req_id
             for req_id in output.num_scheduled_tokens
@@ -197,6 +201,13 @@ class Engine:
         return bool(output.scheduled_new_reqs or output.finished_req_ids or ended or self._reports[0])
 
 
+def _forward() -> None:
+    """Without the interpreter's lock, and with what it reads in place of what the scheduler left in the caches."""
+    ends_s = time.perf_counter() + FORWARD_S
+    while time.perf_counter() < ends_s:
+        torch.mm(_WEIGHTS, _WEIGHTS)
+
+
 @dataclass
 class Costs:
     """Of one side, in microseconds; one figure a round, but of quiet steps one each."""
@@ -218,23 +229,28 @@ def one_round(engine: Engine, costs: Costs, number: int) -> None:
         before = engine.spent.all
         if not engine.step():
             costs.quiet_step.append(engine.spent.all - before)
-    quiet, request = statistics.median(costs.quiet_step), engine.spent.looking_up / RUNNING
-    costs.request.append(request)
+    quiet = statistics.median(costs.quiet_step)
 
-    # Twice the same prompt: nobody has it, and then the store, but not the engine itself.
-    for looking_up, the_rest in ((costs.miss, costs.store), (costs.hit, costs.load)):
-        engine.spent = Spent()
-        engine.add(
-            f"long-{number}-{looking_up is costs.hit}", _prompt(engine, number, RUNNING, KEYS * BLOCK_TOKENS + 1), 4
-        )
-        for _ in range(STEPS_MAX):
-            if not engine.scheduler.has_requests():
-                break
-            engine.step()
-        spent = engine.spent
-        looking_up.append((spent.looking_up - request) / (KEYS - 1))
-        the_rest.append((spent.all - spent.looking_up - spent.steps * quiet) / KEYS)
+    # A prompt of one key, and one of many, each alone: what a key costs beside its request is the difference. Both
+    # twice: nobody has them, and then the store, but not the engine itself.
+    for again, looking_up, the_rest in ((False, costs.miss, costs.store), (True, costs.hit, costs.load)):
+        one = _serve(engine, f"one-{number}-{again}", _prompt(engine, number, RUNNING, BLOCK_TOKENS + 1))
+        many = _serve(engine, f"many-{number}-{again}", _prompt(engine, number, RUNNING + 1, KEYS * BLOCK_TOKENS + 1))
+        if not again:
+            costs.request.append(one.looking_up)
+        looking_up.append((many.looking_up - one.looking_up) / (KEYS - 1))
+        the_rest.append((many.all - many.looking_up - many.steps * quiet) / KEYS)
         assert engine.scheduler.reset_prefix_cache()
+
+
+def _serve(engine: Engine, req_id: str, prompt: list[int]) -> Spent:
+    engine.spent = Spent()
+    engine.add(req_id, prompt, 4)
+    for _ in range(STEPS_MAX):
+        if not engine.scheduler.has_requests():
+            break
+        engine.step()
+    return engine.spent
 
 
 def _prompt(engine: Engine, number: int, which: int, tokens: int) -> list[int]:

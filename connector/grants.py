@@ -31,16 +31,22 @@ class Grants:
         self._asked_at = -GRANTS_RETRY_S
         self._taken: deque[tuple[float, int, int]] = deque()  # when, kind, slots: in the last second
         self._taken_lately = [0] * len(geometry.kinds)  # by kind, the sum of those
+        self._wanted: list[int] | None = None  # by kind, the reserve counted; None: to be worked out
+        self._wanted_of: Attached | None = None  # from this one
+        self._sized: Attached | None = None  # whose slots have
+        self._sizes: list[int] = []  # so many bytes, by kind
 
     def expect(self, row: Row, grants: int) -> None:
         self._expected[row.kind] += grants - row.grants_expected
         row.grants_expected = grants
+        self._wanted = None
 
     def take(self, attached: Attached, count: int, kind: int) -> list[tuple[int, int]]:
         if count == 0:
             return []
         self._taken.append((self._clock(), kind, count))
         self._taken_lately[kind] += count  # what lacks slots included
+        self._wanted = None
         return attached.steps.take_grants(count, kind=kind)
 
     def lacks(self, attached: Attached, kind: int, wanted: int) -> bool:
@@ -57,26 +63,25 @@ class Grants:
         return attached.steps.grants_short(kind).name.removeprefix("REJECTED_").replace("UNSPECIFIED", "NO_SLOT_YET")
 
     def fetch(self, attached: Attached, records: Iterable[RequestRecord]) -> None:
-        """Ask for as many slots as the requests here are likely to write, within the daemon's own bound."""
-        steps = attached.steps
-        there = [steps.grants_free(kind) + steps.grants_coming(kind) for kind in range(len(self._expected))]
-        steps.keep_grants(tuple(self._expected))  # a step of the engine may take longer than a slot may lie idle
-        now = self._clock()
+        """Ask for as many slots as the requests here are likely to write, within the daemon's own bound. Called in
+        every step, and in most of them nothing has changed."""
+        steps, now = attached.steps, self._clock()
         while self._taken and now - self._taken[0][0] >= GRANTS_IDLE_S:
             _, kind, count = self._taken.popleft()
             self._taken_lately[kind] -= count
-        wanted = self._expected
-        if self._taken:
-            reserve = (self._reserve_of(attached, kind) for kind in range(len(self._expected)))
-            wanted = list(map(max, self._expected, reserve))
-        if all(got >= most for got, most in zip(there, wanted, strict=True)):
-            return  # as in most steps; the bounds below take longer than all the rest
-        soon = now - self._asked_at < GRANTS_RETRY_S
+            self._wanted = None
+        if self._wanted is None or attached is not self._wanted_of:
+            self._wanted, self._wanted_of = self._with_reserve(attached), attached
+            steps.keep_grants(tuple(self._expected))  # a step of the engine may take longer than a slot may lie idle
         growing: set[tuple[int, int]] | None = None
-        for kind, (got, most) in enumerate(zip(there, wanted, strict=True)):
+        asked_at = self._asked_at
+        for kind, most in enumerate(self._wanted):
+            got = steps.grants_free(kind) + steps.grants_coming(kind)
+            if got >= most:
+                continue
             # For what is only in reserve a daemon that is short is not asked in every step.
             refusals = _FULL if got < self._expected[kind] else _SHORT
-            if got >= most or (soon and steps.grants_short(kind) in refusals):
+            if now - asked_at < GRANTS_RETRY_S and steps.grants_short(kind) in refusals:
                 continue
             count = min(most, self._most(attached, kind) - self._writing(attached, kind)) - got
             if count > 0:
@@ -86,20 +91,32 @@ class Grants:
                 self._asked_at = now
                 steps.want_grants(count, kind=kind, tails=growing)
 
-    def _reserve_of(self, attached: Attached, kind: int) -> int:
+    def _with_reserve(self, attached: Attached) -> list[int]:
+        """What is expected, or what the last second's requests took where that is more; by kind."""
         share_bytes = attached.session.table.arena_bytes // RESERVE_SHARE // len(self._expected)
-        return min(self._taken_lately[kind], share_bytes // class_bytes(attached.steps.group.kinds[kind].chunk_bytes))
+        return [
+            max(expected, min(taken, share_bytes // slot_bytes))
+            for expected, taken, slot_bytes in zip(
+                self._expected, self._taken_lately, self._slot_bytes(attached), strict=True
+            )
+        ]
 
     def _most(self, attached: Attached, kind: int) -> int:
         """How many slots of a kind the daemon lets this engine hold at once, those being written included."""
-        sizes = [class_bytes(each.chunk_bytes) for each in attached.steps.group.kinds]
-        others = sum(
-            (attached.steps.grants_free(other) + attached.steps.grants_coming(other) + self._writing(attached, other))
-            * size
-            for other, size in enumerate(sizes)
-            if other != kind
-        )
+        sizes, steps = self._slot_bytes(attached), attached.steps
+        others = 0
+        for other, slot_bytes in enumerate(sizes):
+            if other != kind:
+                held = steps.grants_free(other) + steps.grants_coming(other) + self._writing(attached, other)
+                others += held * slot_bytes
         return grants_left(attached.session.table.arena_bytes, sizes[kind], held=0, held_bytes=others)
+
+    def _slot_bytes(self, attached: Attached) -> list[int]:
+        """By kind."""
+        if attached is not self._sized:
+            self._sized = attached
+            self._sizes = [class_bytes(kind.chunk_bytes) for kind in attached.steps.group.kinds]
+        return self._sizes
 
     def _writing(self, attached: Attached, kind: int) -> int:
         jobs = (job for job in self._running.values() if job.is_store and job.attached is attached)

@@ -173,7 +173,8 @@ class KVStoreConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._reset_in_this_step = False
-        compat.expect_whole_block_tables(self.scheduler, scheduler_output)
+        if scheduler_output.scheduled_new_reqs:
+            compat.expect_whole_block_tables(self.scheduler, scheduler_output)
         metadata = super().build_connector_meta(self._without_reloading(scheduler_output))
         assert isinstance(metadata, OffloadingConnectorMetadata)
         self._scheduler_half.jobs.track(metadata)
@@ -197,7 +198,7 @@ class KVStoreConnector(OffloadingConnector):
         outcomes = connector_output.kv_connector_worker_meta
         if connector_output.invalid_block_ids:
             self._scheduler_half.jobs.distrust_after(connector_output.invalid_block_ids)
-        if isinstance(outcomes, WorkerOutcomes):
+        if outcomes is not None and isinstance(outcomes, WorkerOutcomes):  # an abstract class's check is slow
             # First: the base class tells the other half of ends, but not of failures, and forgets jobs at a reset.
             self._scheduler_half.jobs.finish(
                 outcomes.completed_jobs, outcomes.failed_chunks, outcomes.copy_s, outcomes.unsettled_jobs

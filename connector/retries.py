@@ -38,8 +38,9 @@ class Retries:
         )
 
     def step_began(self, scheduled: Scheduled) -> None:
-        for req_id in self._since_s.keys() & scheduled.num_scheduled_tokens.keys():
-            self.over(req_id)
+        if self._since_s:
+            for req_id in self._since_s.keys() & scheduled.num_scheduled_tokens.keys():
+                self.over(req_id)
 
     def over(self, req_id: str) -> None:
         """It has blocks, or is no more."""

@@ -178,7 +178,11 @@ class EngineQueue:
         now_s = self._clock()
         seconds = now_s - max(step.began_s, self._ended_s)
         self._ended_s = now_s
-        self._average(seconds, len(step.prefilled))
+        if 0 < seconds <= OBSERVATION_S_MAX:
+            if self._steps_averaged < STEPS_AVERAGED:
+                self._steps_averaged += 1
+            self._step_s += (min(seconds, STEP_S_MAX) - self._step_s) / self._steps_averaged
+            self._step_prefills += (len(step.prefilled) - self._step_prefills) / self._steps_averaged
         if step.step is _DECODING:
             return False
         observed = sum(end - first for first, end in step.step.prefills) >= PREFILL_TOKENS_MIN
@@ -188,13 +192,6 @@ class EngineQueue:
         for request in step.prefilled:
             self._on_prefilled(request)
         return observed
-
-    def _average(self, seconds: float, prefills: int) -> None:
-        if not 0 < seconds <= OBSERVATION_S_MAX:
-            return
-        self._steps_averaged = min(self._steps_averaged + 1, STEPS_AVERAGED)
-        self._step_s += (min(seconds, STEP_S_MAX) - self._step_s) / self._steps_averaged
-        self._step_prefills += (prefills - self._step_prefills) / self._steps_averaged
 
 
 class LinkQueue:

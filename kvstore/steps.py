@@ -431,9 +431,9 @@ class Steps:
 
     def flush(self) -> None:
         """Have everything queued sent. Returns at once."""
-        self._session.require_own_process()
         if not self._anything_queued():  # what this thread has queued it sees without the lock
             return
+        self._session.require_own_process()
         with self._lock:
             self._flush()
 

@@ -125,11 +125,11 @@ def test_for_a_request_that_has_ended_no_load_waits_though_vllm_says_more_of_it_
     queue = engine.half._admission.queue
     while not request.is_finished():
         engine.step()
-    queue._average(0.1, 1)
+    queue._step_s, queue._step_prefills, queue._steps_averaged = 0.1, 1.0, 1
     assert queue.step_wait("other", 2).seconds == 0
     engine.add("more", PROMPT[::-1])
     engine.step()
-    queue._average(0.1, 1)
+    queue._step_s, queue._step_prefills, queue._steps_averaged = 0.1, 1.0, 1
     assert queue.step_wait("other", 2).seconds > 0
 
 
