@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import numpy as np
 
@@ -78,7 +79,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
-def _timed(torch, act: Callable[[], object], nbytes: int) -> list[float]:
+def _timed(torch: ModuleType, act: Callable[[], object], nbytes: int) -> list[float]:
     """Bytes per second of each round, by events on the current stream."""
     speeds = []
     for number in range(ROUNDS + 1):  # the first one warms up
@@ -92,14 +93,14 @@ def _timed(torch, act: Callable[[], object], nbytes: int) -> list[float]:
     return speeds
 
 
-def _one_large_copy(torch, direction: Direction) -> list[float]:
+def _one_large_copy(torch: ModuleType, direction: Direction) -> list[float]:
     host = torch.empty(TOTAL_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(TOTAL_BYTES, dtype=torch.uint8, device="cuda")
     to, of = (device, host) if direction is Direction.LOAD else (host, device)
     return _timed(torch, lambda: to.copy_(of, non_blocking=True), TOTAL_BYTES)
 
 
-def _one_large_copy_each_way(torch) -> list[float]:
+def _one_large_copy_each_way(torch: ModuleType) -> list[float]:
     hosts = [torch.empty(TOTAL_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     devices = [torch.empty(TOTAL_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -117,7 +118,7 @@ def _one_large_copy_each_way(torch) -> list[float]:
     return _timed(torch, copy, 2 * TOTAL_BYTES)
 
 
-def _vllm_batch_copy(torch, direction: Direction, nbytes: int) -> list[float]:
+def _vllm_batch_copy(torch: ModuleType, direction: Direction, nbytes: int) -> list[float]:
     from vllm import _custom_ops
 
     count = TOTAL_BYTES // nbytes
@@ -139,7 +140,7 @@ def _vllm_batch_copy(torch, direction: Direction, nbytes: int) -> list[float]:
         )
 
 
-def _product_beside_copies(torch) -> Result:
+def _product_beside_copies(torch: ModuleType) -> Result:
     """Products per second with loads and stores by the copy engines beside them; the limit is without."""
     import threading
 

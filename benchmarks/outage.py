@@ -13,7 +13,6 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +56,7 @@ def measure() -> list[Result]:
                     link = _link(daemon.endpoint)
                     link.start()
                     _store(link, keys[0])
-                _wait_until(lambda link=link: link.current is not None)
+                _wait_until_attached(link)
                 lookups["runs"] += _lookup_times_ms(link, keys)
                 os.kill(daemon.pid, signal.SIGSTOP)
                 lookups["is stopped"] += _lookup_times_ms(link, keys)
@@ -67,7 +66,7 @@ def measure() -> list[Result]:
             threading.Event().wait(DOWN_S)
             started_s = time.monotonic()
             with running_daemon(runtime_dir=runtime_dir, cpu_bytes=CPU_BYTES, verify=False) as daemon:
-                _wait_until(lambda link=link: link.current is not None)
+                _wait_until_attached(link)
                 assert link.current is not None
                 attached_s.append(link.current.since_s - started_s)
                 _store(link, keys[0])
@@ -125,10 +124,10 @@ def _store(link: Link[Attached], key: bytes) -> None:
     assert _lookup(link, [key]) == 1
 
 
-def _wait_until(happened: Callable[[], bool]) -> None:
+def _wait_until_attached(link: Link[Attached]) -> None:
     deadline_s = time.monotonic() + WAIT_S
-    while not happened():
-        assert time.monotonic() < deadline_s, f"not within {WAIT_S:g} s"
+    while link.current is None:
+        assert time.monotonic() < deadline_s, f"not attached within {WAIT_S:g} s"
         time.sleep(POLL_S)
 
 

@@ -126,10 +126,8 @@ class Engine:
             scheduler_config=SchedulerConfig(
                 max_num_seqs=2 * RUNNING, max_num_batched_tokens=tokens, max_model_len=tokens, is_encoder_decoder=False
             ),
-            kv_transfer_config=KVTransferConfig(
-                kv_role="kv_both", kv_load_failure_policy="recompute", **transfer  # type: ignore[arg-type]
-            ),
-        )  # fmt: skip
+            kv_transfer_config=KVTransferConfig(kv_role="kv_both", kv_load_failure_policy="recompute", **transfer),
+        )
         config.cache_config.num_gpu_blocks = BLOCKS
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=torch.float32)
         layers = [f"layer.{i}" for i in range(LAYERS)]

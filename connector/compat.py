@@ -139,20 +139,23 @@ def tell_of_sleep(connector: "KVConnectorBase_V1") -> None:
         return
 
     def sleep(*args: Any, **named: Any) -> None:
-        connector.unregister_kv_caches()  # type: ignore[attr-defined]
+        connector.unregister_kv_caches()
         unmap(*args, **named)
-
-    def discard(tags: tuple[str, ...] | str) -> None:
-        if "kv_cache" in tags:
-            connector.unregister_kv_caches()  # type: ignore[attr-defined]
-        unmap_some(tags)
 
     def wake_up(tags: list[str] | None = None) -> None:
         map_again(tags)
         if tags is None or "kv_cache" in tags:
-            connector.restore_kv_caches()  # type: ignore[attr-defined]
+            connector.restore_kv_caches()
 
-    unmap, map_again, unmap_some = allocator.sleep, allocator.wake_up, getattr(allocator, "discard", None)
+    unmap, map_again = allocator.sleep, allocator.wake_up
     allocator.sleep, allocator.wake_up = sleep, wake_up
-    if unmap_some is not None:  # 0.32
-        allocator.discard = discard
+    if not hasattr(allocator, "discard"):  # before 0.32
+        return
+    unmap_some = allocator.discard
+
+    def discard(tags: tuple[str, ...] | str) -> None:
+        if "kv_cache" in tags:
+            connector.unregister_kv_caches()
+        unmap_some(tags)
+
+    allocator.discard = discard

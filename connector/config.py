@@ -149,7 +149,7 @@ def _admission(raw: Mapping[str, object]) -> Mode:
     value = raw.get("admission", Mode.MODEL.value)
     if value not in tuple(Mode):
         raise ValueError(f"kv_connector_extra_config: admission={value!r} must be one of {', '.join(Mode)}")
-    return Mode(value)
+    return Mode(str(value))
 
 
 def _prefetch_wait_ms(raw: Mapping[str, object]) -> int:

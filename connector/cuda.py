@@ -10,6 +10,7 @@ import atexit
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,14 +40,14 @@ def open_copier(
     *,
     profile: Device | None = None,
     in_flight_bytes: int = COPY_IN_FLIGHT_BYTES,
-    **options: object,
+    **options: Any,
 ) -> DeviceCopier:
     """A copier on CUDA's device number `device` that goes the way of `backend`. `profile`: what was measured of such a
     device, for `auto`. `options` are DeviceCopier's own.
 
     RuntimeError: no driver, no such device. ValueError: `kernel`, and this build or device has none.
     """
-    ways: dict[CopyBackend, dict[str, int]] = {
+    ways: dict[CopyBackend, dict[str, Any]] = {
         CopyBackend.AUTO: {
             "load_kernel_bytes": _kernel_bytes(profile, Direction.LOAD, LOAD_KERNEL_BYTES),
             "store_kernel_bytes": _kernel_bytes(profile, Direction.STORE, STORE_KERNEL_BYTES),
@@ -58,12 +59,12 @@ def open_copier(
     }
     given = {**options, "in_flight_bytes": max(in_flight_bytes, IN_FLIGHT_BYTES_MIN)}
     try:
-        return DeviceCopier(device, **ways[backend], **given)  # type: ignore[arg-type]
+        return DeviceCopier(device, **ways[backend], **given)
     except ValueError as problem:
         if backend is not CopyBackend.AUTO:
             raise ValueError(f"copy_backend={backend.value!r}: {problem}") from None
         logger.info("kvstore: small fragments go by the copy engines as well: %s", problem)
-        return DeviceCopier(device, **given)  # type: ignore[arg-type]
+        return DeviceCopier(device, **given)
 
 
 def _kernel_bytes(profile: Device | None, direction: Direction, unmeasured: int) -> int:
@@ -75,6 +76,8 @@ def _kernel_bytes(profile: Device | None, direction: Direction, unmeasured: int)
 class CudaTransfer(Transfer):
     """Runs copy jobs on a CUDA device. `compute_stream` says which stream (a CUstream) the calling thread computes on
     at the moment; copies come after all that it has been given by then. `pins` False: arenas are not page-locked."""
+
+    _copier: DeviceCopier
 
     def __init__(
         self,

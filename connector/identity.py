@@ -595,10 +595,10 @@ def _pages(
             "kernel_blocks": tensor.shape[0] // num_blocks,
             "dtype": _plain(tensor.dtype, "dtype"),
         }
-        if heads is None or heads[i].dimension is None:
+        if heads is None or (dimension := heads[i].dimension) is None:
             page |= {"shape": shape, "strides": strides}
         else:
-            shape[heads[i].dimension - 1] = heads[i].heads
+            shape[dimension - 1] = heads[i].heads
             page |= {"shape": shape, "rows": heads[i].rows}
         if page not in pages:
             pages.append(page)
@@ -619,7 +619,7 @@ def _canonical_format(kv_cache_config: "KVCacheConfig", cache: Any) -> str:
     return f"{name}-cpu-{__version__}" if current_platform.is_cpu() else name
 
 
-def _fields(config: Any, names: Iterable[str]) -> dict[str, object]:
+def _fields(config: Any, names: Iterable[str]) -> dict[str, Any]:
     values = {name: getattr(config, name, None) for name in names}
     return {name: _plain(value, name) for name, value in values.items() if value is not None}
 

@@ -257,7 +257,7 @@ def tp_problem(tp_size: int, tp_lcm_size: int, heads: int) -> str | None:
 
 def slot_addresses(arena_address: int, slots: NDArray[np.uint32], class_bytes: int, unit_bytes: int) -> Addresses:
     """Where the slots' bytes begin; the vector form of `kvstore._native.slot_offset`."""
-    unit, position = np.divmod(slots.astype(np.uint64), np.uint64(unit_bytes // SLOT_ALIGNMENT))
+    unit, position = divmod(slots.astype(np.uint64), np.uint64(unit_bytes // SLOT_ALIGNMENT))
     return np.uint64(arena_address) + unit * np.uint64(unit_bytes) + position * np.uint64(class_bytes)
 
 

@@ -169,7 +169,9 @@ class KVStoreConnector(OffloadingConnector):
         if request.skip_reading_prefix_cache:
             return bound  # vLLM asks about nothing then
         admitted = self._scheduler_half.loadable_tokens(request.request_id, num_computed_tokens)
-        return admitted if bound is None else min(bound, admitted)
+        if bound is None:
+            return admitted
+        return bound if admitted is None else min(bound, admitted)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._reset_in_this_step = False

@@ -8,7 +8,6 @@ namespace and the hash. Only the fields of `Steps` change beside the scheduler's
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,7 +154,7 @@ class Row:
 
     def keys_of(self, hashes: Sequence[bytes]) -> list[OffloadKey]:
         suffix = make_offload_key(b"", self.geometry.group_id)
-        return cast(list[OffloadKey], [chunk_hash + suffix for chunk_hash in hashes])
+        return [chunk_hash + suffix for chunk_hash in hashes]
 
     def admitted(self, end_tokens: int | None, count: int) -> int:
         """How many of `count` chunks from `lookup_from` on end by then."""

@@ -181,7 +181,8 @@ class KVStoreSpec(OffloadingSpec):
         engine = self._engine
         parallel = self.config.parallel
         tp_lcm_size = engine.config.tp_lcm_size or engine.vllm_config.parallel_config.tensor_parallel_size
-        kinds, layouts, regions = [], [], {}
+        kinds, layouts = [], []
+        regions: dict[int, Region] = {}
         in_stages = parallel.pp_size > 1
         page_bytes: Sequence[tuple[int, ...]] = [()] * len(self.config.groups)
         if in_stages:

@@ -81,10 +81,10 @@ class Stores:
             return _store_nothing()
         offered = self._offered(record, keys, req_context)
         if attached is None:
-            for row, offers in offered:
-                self._refuse(row, offers[0].position, len(offers))
+            for row, of_row in offered:
+                self._refuse(row, of_row[0].position, len(of_row))
             return _store_nothing()
-        sorted_out = [self._sort_out(attached, record, row, offers) for row, offers in offered]
+        sorted_out = [self._sort_out(attached, record, row, of_row) for row, of_row in offered]
         # A prefix taken now is all that this request ever stores, so its slots are waited for, though not for ever.
         if any(self._lacks_grants(attached, offers) for offers in sorted_out):
             hopeful = [
@@ -96,9 +96,9 @@ class Stores:
                 for offers in sorted_out:
                     self._grants.expect(offers.row, max(offers.row.grants_expected, len(offers.wanted)))
                 return None
-        for row, offers in offered:
+        for row, of_row in offered:
             if row is record.lead:
-                generated = [offer.key for offer in offers if offer.position >= row.prompt_chunks]
+                generated = [offer.key for offer in of_row if offer.position >= row.prompt_chunks]
                 hashes = [get_offload_block_hash(key) for key in generated]
                 self._admission.offered(record.stored_as(hashes))
         stored = [(offers, self._accept(attached, record, offers)) for offers in sorted_out]

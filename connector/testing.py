@@ -365,6 +365,7 @@ def engine_environment(hash_seed: str | None, changes: Mapping[str, str]) -> dic
 
 def _serve(connection: Connection) -> None:
     llm: Any = None
+    value: object
     while True:
         try:
             operation, argument = connection.recv()

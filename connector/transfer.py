@@ -70,7 +70,7 @@ class Transfer(ABC):
     """Runs copy jobs. A job ends exactly once in `finished`, with the positions of its chunks that failed. There is a
     layout for each kind of chunks; chunks and blocks of a job lie kind after kind."""
 
-    _copier: Copier | DeviceCopier  # finished, wait and close are the same
+    _copier: Copier | DeviceCopier  # finished, wait and close are the same; each subclass says which
 
     def __init__(self, layouts: Sequence[ChunkLayout]) -> None:
         self._layouts = layouts
@@ -111,7 +111,8 @@ class Transfer(ABC):
     def store(self, job: int, mapped: Mapped, spec: ChunkSpec, blocks: Sequence[KindBlocks]) -> set[int]:
         """Device to arena, this rank's part. Returns the positions of chunks that are not copied, because vLLM left out
         blocks of theirs. ValueError, nothing copied, for blocks outside the cache."""
-        parts, left_out = [], set()
+        parts: list[Plan] = []
+        left_out: set[int] = set()
         for layout, of_kind, chunks, positions in self._kinds(mapped, spec, blocks):
             per_chunk = layout.blocks_per_chunk
             whole = whole_chunks(len(chunks), len(of_kind.ids), of_kind.first, per_chunk)
@@ -173,6 +174,8 @@ class Transfer(ABC):
 class HostTransfer(Transfer):
     """On vLLM's CPU platform."""
 
+    _copier: Copier
+
     def __init__(
         self, layouts: Sequence[ChunkLayout], regions: Sequence[Region], *, copier: Copier | None = None
     ) -> None:
@@ -218,5 +221,5 @@ class HostTransfer(Transfer):
 
 def _blocks(of_kinds: Sequence[KindBlocks]) -> NDArray[np.integer]:
     """Null blocks left out: every job may name them, and none touches them."""
-    ids = np.concatenate([of_kind.ids for of_kind in of_kinds])
+    ids: NDArray[np.integer] = np.concatenate([of_kind.ids for of_kind in of_kinds])
     return ids[ids != NULL_BLOCK]

@@ -36,7 +36,7 @@ SHORT_PROMPTS = 3  # engine B answers the next one where one was loaded against 
 OUTPUT_TOKENS = 16
 BLOCK_TOKENS = 32
 # Quick enough that there is a prefix which is not worth a load.
-MODEL = {
+MODEL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "hidden_size": 128,
     "intermediate_size": 256,

@@ -58,15 +58,15 @@ def uses(tree: ast.Module) -> Used:
             ours = [name for base in node.bases if (name := dotted(base)) is not None]
             if ours:
                 bases[node.name] = ours
-                called_on_super += [(node.name, call.func.attr, call) for call in _calls_on_super(node)]
+                called_on_super += [(node.name, method, call) for method, call in _calls_on_super(node)]
     return Used(imported, read, called, bases, called_on_super)
 
 
-def _calls_on_super(tree: ast.ClassDef) -> Iterator[ast.Call]:
+def _calls_on_super(tree: ast.ClassDef) -> Iterator[tuple[str, ast.Call]]:
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="super")))):
-                yield node
+            case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=method)) as call:
+                yield method, call
 
 
 def connector_uses() -> list[Used]:
@@ -177,9 +177,11 @@ class Reader:
     def resolution(self, dotted: str) -> list[tuple[str, ast.ClassDef]]:
         """A class and its bases within vLLM, nearest first (an approximation that holds for single inheritance)."""
         found = self._sources.find(dotted)
-        if found is None or not isinstance(found[1], ast.ClassDef):
+        if found is None:
             return []
         module, node = found
+        if not isinstance(node, ast.ClassDef):
+            return []
         classes = [(module, node)]
         for base in node.bases:
             name = ast.unparse(base).split("[")[0]

@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("vllm")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
 from connector import compat, metrics
 from connector.retries import SAID_AFTER_S, SAID_EVERY_S
 from connector.scheduler import STATE_WAIT_S
@@ -45,6 +47,17 @@ def test_a_prompt_is_stored_and_loaded_in_every_group():
     engine.serve("warm", PROMPT, max_tokens=1)
     assert engine.daemon.hits == engine.metric(metrics.LOADED_CHUNKS) == chunks + 1 + 2
     assert engine.daemon.failed_loads == 0
+
+
+def test_vllms_own_bound_of_a_load_holds_where_all_of_a_hit_is_admitted(monkeypatch):
+    """It has one where a group that it does not offload holds less of a prompt than the store."""
+    engine = mixed_engine()
+    engine.serve("short", PROMPT[:24], max_tokens=1)  # windows are kept at a prompt's end
+    engine.serve("cold", PROMPT, max_tokens=1)
+    engine.scheduler.reset_prefix_cache()
+    monkeypatch.setattr(OffloadingConnector, "_max_loadable_tokens", lambda *_: 2 * 2 * BLOCK_TOKENS)
+    engine.serve("warm", PROMPT, max_tokens=1)
+    assert engine.daemon.hits == 2 + 1 + 2
 
 
 @pytest.mark.parametrize(("windows", "kind"), [((None, 8), 0), ((8, None), 1)])
