@@ -297,6 +297,7 @@ def decide_load(
     best: LoadOption | None = None
     best_cost_s = recompute_cost_s
     healthy = False
+    queue_known = all(0 <= figure < math.inf for figure in gpu)  # else a maximum below may hide what it is not
     alternatives: list[Alternative] = []
     # The shorter one wins a tie: less to move, and less held.
     for option in sorted(options, key=_BY_END):
@@ -309,7 +310,7 @@ def decide_load(
             rest_s, gpu, load_s=load_s, wait=wait, link_backlog_s=backlog_s, link_waiting_count=waiting_count
         )
         usable = load_s >= 0 and wait_s >= 0 and passing_count >= 0 and backlog_s >= 0 and margin >= 0
-        usable = usable and math.isfinite(cost_s + margin + passing_count)
+        usable = usable and queue_known and math.isfinite(cost_s + margin + passing_count)
         if not (is_healthy and usable):
             cost_s = math.inf
         healthy |= is_healthy

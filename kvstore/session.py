@@ -1,8 +1,9 @@
 """One process attached to the daemon: the connection on arena.sock, the token, the channel, and the mapped memory.
 
-Concurrency: a session may be used from many threads. One watcher thread per session waits on arena.sock, where the
-daemon never says anything after the memory, and finds out there that the daemon has gone. `_lock` guards `_closed`,
-`_lost` and the callbacks; callbacks run on the watcher's thread, or on that of `give_up`, outside the lock.
+Concurrency: a session may be used from many threads. One watcher thread per session waits on arena.sock, hands
+on the answers to step messages, all that the daemon says there after the memory, and finds out that it has gone.
+`_lock` guards `_closed`, `_lost` and the callbacks; callbacks run on the watcher's thread, or on that of `give_up`,
+outside the lock.
 
 Nothing here starts a thread or a channel at import. A session belongs to the process that attached it: a forked child
 closes its copy of the socket (or the daemon would never see the parent hang up) and is refused when it uses the

@@ -447,6 +447,16 @@ def test_a_garbage_wait_never_admits_a_load(field: str, bad: float) -> None:
     _declined(LoadOption("fs", 8000, 1e-3, wait=StepWait()._replace(**{field: bad})))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0])
+@pytest.mark.parametrize("field", ["waiting_count", "backlog_s", "step_s"])
+def test_a_garbage_queue_admits_no_load(field: str, bad: float) -> None:
+    good = LoadOption("cpu", 6000, 1e-3, wait=StepWait(1e-3, 1.0))
+    assert costmodel.decide_load(MODEL, 8192, 0, [good], GpuQueue(1.0, 1e-3, 1e-3)).option is good
+    assert (
+        costmodel.decide_load(MODEL, 8192, 0, [good], GpuQueue(1.0, 1e-3, 1e-3)._replace(**{field: bad})).option is None
+    )
+
+
 def _declined(option: LoadOption) -> None:
     good = LoadOption("cpu", 6000, 1e-3)
     assert costmodel.decide_load(MODEL, 8192, 0, [option], GpuQueue()).option is None
