@@ -7,7 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -225,6 +225,37 @@ def test_quotas_round_trip_and_a_damaged_file_is_none(directory: FsDirectory, tm
     for content in (b"", b"[]", b"{", b'{"a": 1}', b'{"a": {"cpu": "x"}}', os.urandom(100)):
         (tmp_path / "fs" / fs_paths.QUOTAS).write_bytes(content)
         assert directory.quotas() == {}
+
+
+def test_damaged_quotas_are_told_at_every_start_and_kept_beside_those_that_replace_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "fs" / fs_paths.QUOTAS
+    for _ in range(2):
+        directory = FsDirectory.open(tmp_path / "fs")
+        file.write_bytes(b"{ nearly")
+        caplog.clear()
+        assert directory.quotas() == {}
+        assert "kvstore quota set" in caplog.text
+        assert file.read_bytes() == b"{ nearly"
+        directory.close()
+    directory = FsDirectory.open(tmp_path / "fs")
+    directory.quotas()
+    for number in range(2):
+        directory.keep_quotas({"00" * 16: {"cpu": number}}, 1 << 20)
+        assert (tmp_path / "fs" / fs_paths.QUOTAS_DAMAGED).read_bytes() == b"{ nearly"
+    assert directory.quotas() == {"00" * 16: {"cpu": 1}}
+    assert directory.foreign_bytes() == 0
+    directory.close()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda file: file.symlink_to("elsewhere")], ids=["folder", "link"])
+def test_quotas_that_are_no_file_are_told(
+    directory: FsDirectory, tmp_path: Path, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path / "fs" / fs_paths.QUOTAS)
+    assert directory.quotas() == {}
+    assert "no tenant has a quota" in caplog.text
 
 
 def test_openings_round_trip_and_nonsense_is_none() -> None:
