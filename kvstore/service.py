@@ -94,13 +94,17 @@ class Sessions(store_pb2_grpc.SessionsServicer):  # type: ignore[misc]
         session.on_group = changed.set
         if session.told != self._store.group_state(session.group):
             changed.set()  # it changed while nobody could be told
-        writing = asyncio.Lock()
+        writing = asyncio.Lock()  # held for a refusal and at the end too: gRPC fails where a status meets a message
         pushing = asyncio.create_task(self._push_group(session, context, changed, writing))
         try:
             while (request := await context.read()) is not grpc.aio.EOF:
-                reply = await _answer(context, lambda: self._store.step(session, request, clock_ms()))
                 async with writing:
+                    if context.done():  # ended by `_push_group`
+                        return
+                    reply = await _answer(context, lambda: self._store.step(session, request, clock_ms()))
                     await context.write(reply)
+            async with writing:
+                pushing.cancel()
         finally:
             pushing.cancel()
             session.told = None
