@@ -174,6 +174,7 @@ class FsDirectory:
         except KVStoreError:
             _close_all(fd, lock_fd)
             raise
+        _warn_if_others_write(path, os.fstat(fd))
         if direct:
             log.info("%s: direct I/O, blocks of %d bytes", path, BLOCK_BYTES)
         else:
@@ -631,6 +632,17 @@ class FsDirectory:
         """What is a directory where a file should be is not ours to remove: OSError."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
+
+
+def _warn_if_others_write(path: Path, found: os.stat_result) -> None:
+    """No refusal, as of the runtime directory: volumes are often handed to containers with such a mode."""
+    mode, others = stat.S_IMODE(found.st_mode), found.st_uid not in (os.geteuid(), 0)
+    if others or mode & 0o022:
+        log.warning(
+            "%s belongs to uid %d and has mode %04o, so other users can remove or replace what is stored there, which "
+            "engines would load; %s, unless all of them are trusted with that",
+            path, found.st_uid, mode, f"chown {os.geteuid()} {path}" if others else f"chmod go-w {path}",
+        )  # fmt: skip
 
 
 def _lock(directory_fd: int, path: Path) -> int:

@@ -56,6 +56,30 @@ def test_a_directory_that_alone_is_missing_is_made(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "fs").stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize(("mode", "warned"), [(0o755, False), (0o770, True), (0o707, True)])
+def test_a_directory_that_others_may_write_is_used_with_a_warning(
+    tmp_path: Path, mode: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "fs").mkdir()
+    (tmp_path / "fs").chmod(mode)
+    FsDirectory.open(tmp_path / "fs").close()
+    said = f"has mode {mode:04o}, so other users can remove or replace what is stored there"
+    assert (said in caplog.text) is warned
+    assert (f"chmod go-w {tmp_path / 'fs'}" in caplog.text) is warned
+
+
+def test_a_directory_that_belongs_to_another_user_is_used_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root")
+    os.chown(tmp_path, 65534, -1)
+    tmp_path.chmod(0o755)
+    FsDirectory.open(tmp_path).close()
+    assert f"{tmp_path} belongs to uid 65534" in caplog.text
+    assert f"chown 0 {tmp_path}" in caplog.text
+
+
 def test_a_missing_parent_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be made in .*; create it"):
         FsDirectory.open(tmp_path / "a" / "fs")
