@@ -54,7 +54,7 @@ def selection(
     if namespace is not None:
         what.namespace_id = _id("namespace", "namespaces", namespace)
     if salt is not None:
-        what.salt = salt
+        what.salt = _text("--tenant", salt)
     if tenant_id is not None:
         what.tenant_id = _id("tenant", "tenants", tenant_id)
     return what
@@ -231,7 +231,9 @@ def explain(endpoint: str, about: str) -> dict[str, object]:
     """What is known of a request (`about`: its id, or how it begins) and, where `about` is hex of 8 bytes or more, of a
     key. The newest decisions, oldest first. A time that is no number is None."""
     with _attached(endpoint) as (stub, metadata):
-        requests = stub.Explain(admin_pb2.ExplainRequest(request=about), metadata=metadata, timeout=TIMEOUT_S)
+        requests = stub.Explain(
+            admin_pb2.ExplainRequest(request=_text("the request's id", about)), metadata=metadata, timeout=TIMEOUT_S
+        )
         keys = admin_pb2.ExplainReply()
         digits = hex_digits(about)
         if len(digits) % 2 == 0 and 2 * REFUSED_PREFIX_BYTES <= len(digits) <= 2 * KEY_BYTES_MAX:
@@ -414,6 +416,17 @@ def _attached(
             yield admin_pb2_grpc.AdminStub(session.channel), session.metadata
         except grpc.RpcError as error:
             raise error_of(error, endpoint) from None
+
+
+def _text(name: str, text: str) -> str:
+    """ConfigurationError for what no message can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(
+            f"{name} is no text in UTF-8; name a tenant by its id, a request by how its id begins"
+        ) from None
+    return text
 
 
 def _id(what: str, listed_by: str, text: str) -> bytes:

@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import _native
-from kvstore.config import default_endpoint
+from kvstore.config import BYTES_MAX, default_endpoint
 from kvstore.decisions import Decision
 from kvstore.errors import (
     BadKey,
@@ -168,6 +168,8 @@ class StoreClient:
             raise ConfigurationError(
                 f"hash_seed is {hash_seed!r}; it is a text, as PYTHONHASHSEED is: {str(hash_seed)!r}"
             )
+        if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or not 0 < chunk_bytes <= BYTES_MAX:
+            raise ConfigurationError(f"chunk_bytes is {chunk_bytes!r}; it is a whole number of bytes, 1 or more")
         attachment = Attachment(
             role=Role.CLIENT,
             hash_seed=os.environ.get("PYTHONHASHSEED", "") if hash_seed is None else hash_seed,

@@ -7,7 +7,7 @@ the oldest goes first, and dies with the daemon. Nothing in the store depends on
 import bisect
 import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,6 +37,7 @@ PLACES_PER_SLICE = 64
 
 LOAD, STORE, DISK, COMMIT = "load", "store", "disk", "commit"
 _FROM_DISK = 4
+_CPU = "cpu"
 _NEEDED = (  # by the native index's number of the cause
     "",
     " (slots of another size)",
@@ -167,6 +168,11 @@ class _Removal:
     what: str
     from_memory: bool
     from_disk: bool
+    came: Mapping[str, tuple[int, int]]  # by tier, chunks and bytes: whoever removes them fills it
+
+    def told(self, now_ms: int) -> str:
+        came = "; ".join(f"{chunks} chunks, {nbytes} bytes from {tier}" for tier, (chunks, nbytes) in self.came.items())
+        return f"an operator removed {self.what}{f' ({came})' if came else ''} {_ago(self.at_ms, now_ms)}"
 
 
 @dataclass(slots=True)
@@ -322,11 +328,21 @@ class Explanations:
             self._evictions.append(_Evictions(group, now_ms, now_ms, chunks))
 
     def removed(
-        self, scope: Scope, what: str, now_ms: int, *, from_memory: bool = True, from_disk: bool = False
+        self,
+        scope: Scope,
+        what: str,
+        now_ms: int,
+        *,
+        from_memory: bool = True,
+        from_disk: bool = False,
+        came: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        """An operator has `what` of the scope removed, from now on."""
+        """An operator has `what` of the scope removed, from now on. `came`: chunks and bytes by tier, once they are
+        removed."""
         order, evictions = next(self._order), self._evictions_told()
-        self._removals.append(_Removal(order, evictions, now_ms, scope, what, from_memory, from_disk))
+        self._removals.append(
+            _Removal(order, evictions, now_ms, scope, what, from_memory, from_disk, {} if came is None else came)
+        )
 
     def unwritten(self, chunk: ChunkId, outcome: WriteOutcome | None, now_ms: int) -> None:
         """A chunk should have been written to disk and was not. None: it had left memory before its turn."""
@@ -477,7 +493,7 @@ class Explanations:
             told += [*_told(event, now_ms), *self._unwritten_told(event, key, later, now_ms)]
             if later is None and tier:
                 told += [each.told for each in _went(event, evicted, self._evictions_told())]
-                told.append(f"in the {tier} tier now")
+                told += [*self._left_tier(event, key, evicted, tier, now_ms), f"in the {tier} tier now"]
             elif event.reason:
                 continue
             elif later is None:
@@ -486,6 +502,16 @@ class Explanations:
                 causes = self._causes(event, key, evicted, later, now_ms)
                 told.append(f"not in memory {_ago(later.at_ms, now_ms)}: {causes}")
         return told
+
+    def _left_tier(self, stored: _Event, key: bytes, evicted: Sequence[_Evicted], tier: str, now_ms: int) -> list[str]:
+        """Which tier an operator may have removed the chunk from while another one kept it: `tier`, as `of_key` has it,
+        names those that do."""
+        if stored.reason or stored.memory_only or tier.startswith(f"{_CPU} "):  # both hold it
+            return []
+        removals = self._removals_of(stored, key, _went(stored, evicted, self._evictions_told()), None)
+        in_memory = tier == _CPU
+        causes = [each.told(now_ms) for each in removals if (each.from_disk if in_memory else each.from_memory)]
+        return [f"not {'on disk' if in_memory else 'in memory'} now: {'; '.join(causes)}"] if causes else []
 
     def _causes(
         self, stored: _Event, key: bytes, evicted: Sequence[_Evicted], until: _Event | _Kept | None, now_ms: int
@@ -498,10 +524,7 @@ class Explanations:
         is_remembered = self.log is not None and self.log.evictions_told - EXACT_EVICTIONS_KEPT <= stored.evictions
         if not causes and not is_remembered:
             causes = self._who_needed_room(stored, until_ms, now_ms)
-        causes += [
-            f"an operator removed {removal.what} {_ago(removal.at_ms, now_ms)}"
-            for removal in self._removals_of(stored, key, went, until)
-        ]
+        causes += [removal.told(now_ms) for removal in self._removals_of(stored, key, went, until)]
         return "; ".join(causes) or "nothing is known to have been evicted or removed since it was stored"
 
     def _removals_of(

@@ -5,7 +5,7 @@ millisecond at the most; the loop turns in between.
 """
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 from kvstore import limits
@@ -275,16 +275,20 @@ class Operations:
 
     # -- removals ------------------------------------------------------------------------------------------------
 
-    def begin_removal(self, request: admin_pb2.RemoveRequest, now_ms: int) -> Removal | None:
+    def begin_removal(
+        self, request: admin_pb2.RemoveRequest, now_ms: int, came: Mapping[str, tuple[int, int]] | None = None
+    ) -> Removal | None:
         """From the cpu tier: `go_on` does it. None: it is not meant. NotFound, ProtocolError: nothing is removed then,
-        in any tier. When it is done `remove_lower` does the rest; both within `keeping_below`, entered at once."""
+        in any tier. When it is done `remove_lower` does the rest; both within `keeping_below`, entered at once.
+
+        `came`: where the caller will put chunks and bytes by tier, for those who ask what became of a chunk."""
         namespace, tenant = self._named(request.what)
         older, nbytes = request.HasField("older_than_ms"), request.HasField("bytes")
         if nbytes and request.bytes == 0:
             raise ProtocolError("a removal of 0 bytes")
         if request.what.tier not in ("", CPU_TIER):
             self._require_known(namespace, tenant)
-            self._note_removal(request, namespace, tenant, now_ms)
+            self._note_removal(request, namespace, tenant, now_ms, came)
             return None
         removal = self._index.begin_removal(
             namespace=namespace,
@@ -295,11 +299,16 @@ class Operations:
         )
         # Only now: the first chunk of a tenant that is unknown so far may be on its way.
         self._require_known(namespace, tenant)
-        self._note_removal(request, namespace, tenant, now_ms)
+        self._note_removal(request, namespace, tenant, now_ms, came)
         return removal
 
     def _note_removal(
-        self, request: admin_pb2.RemoveRequest, namespace: bytes | None, tenant: bytes | None, now_ms: int
+        self,
+        request: admin_pb2.RemoveRequest,
+        namespace: bytes | None,
+        tenant: bytes | None,
+        now_ms: int,
+        came: Mapping[str, tuple[int, int]] | None,
     ) -> None:
         """For those who ask what became of a chunk."""
         if request.dry_run:
@@ -308,15 +317,16 @@ class Operations:
         what = " and ".join(some).replace("and chunks of", "and") or "chunks"
         if request.HasField("older_than_ms"):
             what += f" not used for {request.older_than_ms / 1000:g} s"
-        if request.HasField("bytes"):
-            what = f"the least recently used {what}, {request.bytes} bytes,"
         what += f" from {request.what.tier or 'every tier'}"
+        if request.HasField("bytes"):  # whole chunks go: seldom exactly as many
+            what = f"the least recently used {what}, {request.bytes} bytes asked for"
         self._store.explanations.removed(
             Scope(namespace, tenant),
             what,
             now_ms,
             from_memory=request.what.tier in ("", CPU_TIER),
             from_disk=self._lower(request.what) is not None,
+            came=came,
         )
 
     def keeping_below(self, request: admin_pb2.RemoveRequest) -> AbstractContextManager[None]:

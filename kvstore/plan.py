@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from kvstore import costmodel
 from kvstore.costmodel import BreakEven, KVSize, RecomputeModel, TransferModel
 from kvstore.errors import ConfigurationError
+from kvstore.limits import WORLD_SIZE_MAX
 from kvstore.profiles import Disk, Geometry, Gpu, Prefill
 from kvstore.profiles.machine import Known, Machine
 
@@ -172,6 +173,40 @@ def geometry_from_config(config: Mapping[str, object]) -> Geometry:
     return Geometry(layers, hidden, kv_heads, fields.count("head_dim", default=max(1, hidden // heads)), "gqa")
 
 
+def longest_from_config(config: Mapping[str, object]) -> int | None:
+    """Tokens that the model takes, prompt and answer, as far as its positions are stretched; None: it does not say."""
+    fields = _text_fields(config)
+    if not fields.has("max_position_embeddings"):
+        return None
+    longest = fields.count("max_position_embeddings")
+    for name in ("rope_scaling", "rope_parameters"):
+        stretch = fields.part(name)
+        if stretch is not None and stretch.has("factor"):
+            longest = max(
+                longest, stretch.stretched(stretch.number("original_max_position_embeddings", default=longest))
+            )
+    return longest
+
+
+def require_tp_size(config: Mapping[str, object], tp_size: int) -> None:
+    """ConfigurationError for a tensor parallel size that vLLM refuses for this model."""
+    fields = _text_fields(config)
+    heads = fields.number("num_attention_heads", default=0)
+    if heads <= 0:
+        return
+    kv_heads = max(1, geometry_from_config(config).kv_heads)
+
+    def serves(size: int) -> bool:
+        return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+    if not serves(tp_size):
+        sizes = ", ".join(str(size) for size in range(1, min(heads, WORLD_SIZE_MAX) + 1) if serves(size))
+        raise ConfigurationError(
+            f"--tp is {tp_size}, and vLLM serves the model's {heads} attention heads ({kv_heads} of KV) with none but "
+            f"{sizes}; give one of these"
+        )
+
+
 def unknown_layers(config: Mapping[str, object]) -> str | None:
     """Why it cannot be told from the configuration what each layer holds; None: it can."""
     fields = _text_fields(config)
@@ -244,6 +279,11 @@ class _Fields:
         """A whole number of any sign, zero included."""
         value = self._values.get(name)
         return value if isinstance(value, int) else default
+
+    def stretched(self, tokens: int) -> int:
+        """By the factor of this part, where it is one."""
+        factor = self._values.get("factor")
+        return int(tokens * factor) if isinstance(factor, int | float) and 0 < factor <= _FIELD_MAX else tokens
 
     def is_set(self, name: str) -> bool:
         return bool(self._values.get(name))
@@ -318,6 +358,7 @@ class EngineLog:
     model: str | None
     kv_dtype: str
     step_tokens: int | None
+    longest_tokens: int | None = None  # that the engine takes, prompt and answer
     says_tp_size: bool = True  # else it is taken to be 1
 
 
@@ -354,6 +395,7 @@ def read_engine_log(text: str) -> EngineLog:
     models = _find(r"\bmodel='([^']+)'", text)
     dtypes = _find(r"kv_cache_dtype=(\w+)", text)
     steps = _find(r"max_num_batched_tokens=([1-9]\d*)", text)
+    lengths = _find(r"max_seq_len=([1-9]\d*)", text)
     return EngineLog(
         bytes_per_token,
         sizes[-1],
@@ -361,6 +403,7 @@ def read_engine_log(text: str) -> EngineLog:
         models[-1] if models else None,
         dtypes[-1] if dtypes else "auto",
         int(steps[-1]) if steps else None,
+        int(lengths[-1]) if lengths else None,
         says_tp_size=bool(tp_sizes),
     )
 
@@ -459,6 +502,7 @@ class Plan:
     tokens_per_s_is_measured: bool
     new_share: float
     drive_bytes: float
+    longest_tokens: int | None  # that the model takes; None: not known
 
     @property
     def write_bytes_per_s(self) -> float:
@@ -480,6 +524,7 @@ class Plan:
             "state_bytes_on_rank": layout.state_bytes_on_rank if layout.knows_states else None,
             "prompt_bytes_not_counted": layout.prompt_bytes(self.tp_size) if layout.knows_states else None,
             "tp_size": self.tp_size,
+            "longest_tokens": self.longest_tokens,
             "layout": layout.note,
             "prefill_source": self.prefill.source,
             "gpu": None if self.machine.gpu is None else _gpu_document(self.machine.gpu),
@@ -523,6 +568,7 @@ def make_plan(
     cpu_bytes: int | None = None,
     fs_bytes: int | None = None,
     drive_bytes: float = DRIVE_BYTES,
+    longest_tokens: int | None = None,
 ) -> Plan:
     """`tokens_per_s`: prompt tokens a second, as measured; None: as fast as it can prefill prompts of 8,192 tokens, the
     most there can be. `new_share`: of them that no cache holds."""
@@ -536,7 +582,8 @@ def make_plan(
         _tier("cpu", link, model, layout.on_rank, CPU_WINDOW_S, bytes_per_s, cpu_bytes, measured=measured),
         _tier("fs", both, model, layout.from_disk(tp_size), FS_WINDOW_S, bytes_per_s, fs_bytes, measured=measured),
     )
-    return Plan(layout, tp_size, machine, prefill, tiers, rate, tokens_per_s is not None, new_share, drive_bytes)
+    is_measured = tokens_per_s is not None
+    return Plan(layout, tp_size, machine, prefill, tiers, rate, is_measured, new_share, drive_bytes, longest_tokens)
 
 
 def refuse_without_growth(layout: Layout) -> None:

@@ -15,6 +15,8 @@ from kvstore.tenant import TENANT_ID_BYTES
 from kvstore.tiers.fs import FsTier
 
 CPU_TIER = "cpu"
+SHOWN_MAX = 40  # letters of a name in the log
+LEFT_OUT_SHOWN = 5
 
 _log = logging.getLogger(__name__)
 
@@ -55,18 +57,26 @@ class Quotas:
         return kept
 
     def load(self, kept: Mapping[str, Mapping[str, int]]) -> None:
-        """What can be no quota is left out: the file is an operator's to damage."""
+        """What can be no quota is left out, and the log says so: the file is an operator's to damage."""
+        left_out: list[str] = []
         tiers = {CPU_TIER} if self._fs is None else {CPU_TIER, self._fs.name}
         for name, by_tier in kept.items():
             try:
                 tenant = bytes.fromhex(name)
             except ValueError:
-                continue
+                tenant = b""
             for tier, nbytes in by_tier.items():
                 if len(tenant) != TENANT_ID_BYTES or tier not in tiers or not 0 <= nbytes <= BYTES_MAX:
+                    left_out.append(f"{name[:SHOWN_MAX]!r} in {tier[:SHOWN_MAX]!r}")
                     continue
                 try:
                     self.set(tenant, tier, nbytes)
                 except LimitExceeded as error:
                     _log.error("%s: the other quotas that were kept do not hold", error)
                     return
+        if left_out:
+            _log.error(
+                "%d quotas that were kept can be none, and do not hold (tenant %s%s); correct the file and start the "
+                "daemon again, or set them again: the next quota that is set ends them",
+                len(left_out), ", ".join(left_out[:LEFT_OUT_SHOWN]), ", ..." if len(left_out) > LEFT_OUT_SHOWN else "",
+            )  # fmt: skip

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import gc
+import importlib.metadata
 import json
 import logging
 import os
@@ -103,7 +104,8 @@ class StartFailed(Exception):
 
 def serve(config: ServeConfig, *, verify: bool = False) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit code; what went wrong is in the log."""
-    _log.info("settings: %s", ", ".join(starmap(_shown, config.settings())))
+    settings = ", ".join(starmap(_shown, config.settings()))
+    _log.info("kvstore %s, settings: %s", importlib.metadata.version("kvstore"), settings)
     _raise_descriptor_limit(config.fs_bytes)
     _keep_pauses_short()
     try:

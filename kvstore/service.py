@@ -94,13 +94,17 @@ class Sessions(store_pb2_grpc.SessionsServicer):  # type: ignore[misc]
         session.on_group = changed.set
         if session.told != self._store.group_state(session.group):
             changed.set()  # it changed while nobody could be told
-        writing = asyncio.Lock()
+        writing = asyncio.Lock()  # held for a refusal and at the end too: gRPC fails where a status meets a message
         pushing = asyncio.create_task(self._push_group(session, context, changed, writing))
         try:
             while (request := await context.read()) is not grpc.aio.EOF:
-                reply = await _answer(context, lambda: self._store.step(session, request, clock_ms()))
                 async with writing:
+                    if context.done():  # ended by `_push_group`
+                        return
+                    reply = await _answer(context, lambda: self._store.step(session, request, clock_ms()))
                     await context.write(reply)
+            async with writing:
+                pushing.cancel()
         finally:
             pushing.cancel()
             session.told = None
@@ -196,7 +200,8 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
     async def _remove(
         self, session: Session, request: admin_pb2.RemoveRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.RemoveReply:
-        removal = await _answer(context, lambda: self._operations.begin_removal(request, clock_ms()))
+        came: dict[str, tuple[int, int]] = {}
+        removal = await _answer(context, lambda: self._operations.begin_removal(request, clock_ms(), came))
         reply = admin_pb2.RemoveReply()
         lasting: asyncio.Future[Removed] = asyncio.get_running_loop().create_future()
         with self._operations.keeping_below(request):
@@ -205,6 +210,7 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
                     while not await _answer(context, lambda: self._operations.go_on(removal)):
                         await asyncio.sleep(0)
                 finally:
+                    came[CPU_TIER] = removal.chunks, removal.nbytes
                     if not request.dry_run:
                         _log.info(
                             "pid %d of uid %d removed %d chunks, %d bytes; %d were leased",
@@ -217,6 +223,7 @@ class Admin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
             lower = await _answer(context, lambda: self._operations.remove_lower(request, _once(lasting)))
         if lower:
             removed = await lasting
+            came["fs"] = removed.chunks, removed.nbytes
             if not request.dry_run:
                 _log.info(
                     "pid %d of uid %d removed %d chunks, %d bytes from disk",

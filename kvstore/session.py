@@ -180,6 +180,11 @@ class Session:
                     "log"
                 ) from None
             except OSError as error:
+                if isinstance(error, FileNotFoundError) and grpc_path.exists():
+                    raise Unavailable(
+                        f"{grpc_path} is there and {arena_path} is not: a daemon is starting or stopping, or the file "
+                        "was removed, or is not mounted here; if it stays so, restart the daemon"
+                    ) from None
                 raise Unavailable(
                     f"no daemon answers at {endpoint} ({error.strerror or error}); start one with `kvstore serve`"
                 ) from None

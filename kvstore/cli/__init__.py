@@ -3,8 +3,10 @@
 Exit codes: 0 done, 1 failed, 2 wrong usage, 4 no daemon at the endpoint.
 """
 
+import importlib.metadata
 import os
 import sys
+from typing import Annotated
 
 import typer
 
@@ -18,6 +20,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvstore {importlib.metadata.version('kvstore')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all_verbs(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 app.command("serve")(serve.serve)
 app.command("stats")(stats.stats)
 app.command("ls")(ls.ls)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from kvstore.config import default_endpoint
+from kvstore.config import default_endpoint, parse_duration_ms
 from kvstore.errors import ConfigurationError, KVStoreError, NotAllowed, Unavailable
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_DAEMON = 1, 2, 4
@@ -34,7 +34,7 @@ def print_json(document: object) -> None:
 
 
 def positive(flag: str, text: str | None, parse: Callable[[str], int]) -> int | None:
-    """What an option says, None where it is not given. ConfigurationError."""
+    """What an option says, a size or a time, None where it is not given. ConfigurationError."""
     if text is None:
         return None
     try:
@@ -42,7 +42,8 @@ def positive(flag: str, text: str | None, parse: Callable[[str], int]) -> int | 
     except ValueError as error:
         raise ConfigurationError(f"{flag}: {error}") from None
     if not 0 < value < 1 << 63:
-        raise ConfigurationError(f"{flag} is {text}; it must be more than nothing, and less than 2^63 bytes or ms")
+        least, unit = ("1ms", "ms") if parse is parse_duration_ms else ("1 byte", "bytes")
+        raise ConfigurationError(f"{flag} is {text}; it must be {least} at the least, and less than 2^63 {unit}")
     return value
 
 

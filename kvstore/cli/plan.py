@@ -1,6 +1,7 @@
 """`kvstore plan`: reads a model's configuration or an engine's log, prints the plan, draws it if asked."""
 
 import json as json_module
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -100,8 +101,12 @@ def _plan(
     tp_size = tp or (log.tp_size if log is not None else 1)
     layout: planning.Layout | None = None
     geometry = profiles.geometry_of(log.model) if log is not None and log.model else None
+    longest = log.longest_tokens if log is not None else None
     if config is not None:
         fields = read_config(config)
+        if tp is not None:
+            planning.require_tp_size(fields, tp)
+        longest = longest or planning.longest_from_config(fields)
         dtype = kv_dtype or (log.kv_dtype if log is not None and log.kv_dtype in planning.KV_DTYPES else "auto")
         if log is not None and planning.unknown_layers(fields) is not None:
             geometry = planning.geometry_from_config(fields)  # what the layers hold is in the log
@@ -127,6 +132,7 @@ def _plan(
         cpu_bytes=cpu_bytes,
         fs_bytes=fs_bytes,
         drive_bytes=drive_bytes if drive_bytes is not None else planning.DRIVE_BYTES,
+        longest_tokens=longest,
     )
 
 
@@ -193,7 +199,7 @@ def _print_tables(found: planning.Plan, console: Console) -> None:
     for line in lines:
         console.print(line, highlight=False)
     for tier in found.tiers:
-        print_table(_length_table(tier, gpu_is_known=gpu is not None))
+        print_table(_length_table(tier, found.longest_tokens, gpu_is_known=gpu is not None))
     sizes = Table("tier", "size", "holds tokens", "to keep what comes back", "for", title="sizes")
     for tier in found.tiers:
         tokens = tier.tokens(layout.kv_bytes_per_token)
@@ -220,12 +226,16 @@ def _print_tables(found: planning.Plan, console: Console) -> None:
     )
 
 
-def _length_table(tier: planning.TierPlan, *, gpu_is_known: bool) -> Table:
+def _length_table(tier: planning.TierPlan, longest: int | None, *, gpu_is_known: bool) -> Table:
     pays_from, pays_below = tier.pays_from_tokens, tier.pays_below_tokens
+    never = "never pays by itself"
+    if pays_from is not None and longest is not None and pays_from > longest:
+        never += f" within the model's {longest:,} tokens"
+        pays_from = None
     where = [] if pays_from is None else [f"from {pays_from:,} tokens on"]
     if pays_below > 0:
         where.append(f"below {pays_below:,}")
-    pays = "always pays" if pays_from == 0 else f"pays {' and '.join(where)}" if where else "never pays by itself"
+    pays = "always pays" if pays_from == 0 else f"pays {' and '.join(where)}" if where else never
     if tier.wins_between:
         pays += ", else only where a step has just begun"
     assumed = "not measured on this link" if gpu_is_known else "an assumption: no profile of this GPU"
@@ -237,7 +247,7 @@ def _length_table(tier: planning.TierPlan, *, gpu_is_known: bool) -> Table:
             f"{length.tokens:,}",
             f"{length.recompute_s * 1e3:,.1f}",
             f"{length.load_s * 1e3:,.1f}",
-            f"{length.bytes_per_s_to_break_even / 1e9:,.1f}",
+            f"{rate / 1e9:,.1f}" if math.isfinite(rate := length.bytes_per_s_to_break_even) else "no rate does",
             "load" if length.loads else "recompute",
         )
     return table

@@ -99,7 +99,9 @@ def simulate(
 def _hardware(
     config: Path | None, node: Measured | None, gpu_name: str | None, tp_size: int, chunk_tokens: int
 ) -> simulation.Hardware:
-    layout = planning.layout_from_config(read_config(config) if config else _MODEL_CONFIG, tp_size=tp_size)
+    fields = read_config(config) if config else _MODEL_CONFIG
+    planning.require_tp_size(fields, tp_size)
+    layout = planning.layout_from_config(fields, tp_size=tp_size)
     planning.refuse_without_growth(layout)
     assert layout.geometry is not None, "a layout made from a configuration has a geometry"
     machine = find_machine(node, gpu_name, layout.fragment_bytes)

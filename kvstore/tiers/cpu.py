@@ -167,11 +167,16 @@ def require_memory(arena_bytes: int, table_bytes: int, limits: list[MemoryLimit]
     for limit in limits:
         if arena_bytes + table_bytes > limit.total_bytes:
             ask_less = "--cpu-bytes" if arena_bytes > table_bytes else "--fs-bytes (or --index-bytes)"
+            table = f" the table of all tiers' chunks takes {table_bytes} bytes," if table_bytes else ""
             raise ConfigurationError(
-                f"--cpu-bytes asks for an arena of {arena_bytes} bytes, the table of all tiers' chunks takes "
-                f"{table_bytes} bytes, and {limit.owner} has {limit.total_bytes} bytes of memory; "
-                f"ask for less {ask_less}"
+                f"--cpu-bytes asks for an arena of {arena_bytes} bytes ({_gib(arena_bytes)}),{table} and {limit.owner} "
+                f"has {limit.total_bytes} bytes of memory; ask for less {ask_less}: of these {_gib(limit.total_bytes)} "
+                "engines and system need their part"
             )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):,.1f} GiB"
 
 
 def shortage(nbytes: int, limits: list[MemoryLimit]) -> MemoryLimit | None:

@@ -147,6 +147,7 @@ class FsDirectory:
         self._lock_fd = lock_fd
         self._step = step
         self.stuck_slabs: set[int] = set()  # whose files could not be removed; their numbers are not used again
+        self._quotas_damaged = False  # the file holds what an operator may want to see before it is written again
         self._unforgotten: dict[int, SlabHeader] = {}  # by descriptor: what is not on disk yet
 
     @classmethod
@@ -173,6 +174,7 @@ class FsDirectory:
         except KVStoreError:
             _close_all(fd, lock_fd)
             raise
+        _warn_if_others_write(path, os.fstat(fd))
         if direct:
             log.info("%s: direct I/O, blocks of %d bytes", path, BLOCK_BYTES)
         else:
@@ -371,23 +373,42 @@ class FsDirectory:
         self._unlink(fs_paths.namespace(namespace_id))
 
     def quotas(self) -> dict[str, dict[str, int]]:
-        """Bytes by tenant id (hex) and tier; a damaged file, or one that cannot be read, is none."""
+        """Bytes by tenant id (hex) and tier; a damaged file, or one that cannot be read, is none.
+
+        Such a file stays, and every start says so, until a quota is kept: to set it aside at once would make the next
+        start a quiet one without quotas.
+        """
         try:
             raw = self.read_small(fs_paths.QUOTAS)
+            if raw is None and self._exists(fs_paths.QUOTAS):
+                raise ValueError("no regular file, or a huge one")
             document = {} if raw is None else json.loads(raw)
-            return {
+            quotas = {
                 str(tenant): {str(tier): int(nbytes) for tier, nbytes in tiers.items()}
                 for tenant, tiers in document.items()
             }
         except _NOT_READ as error:
-            log.error("%s: %s: %s; no quota holds until it is set again", self.path, fs_paths.QUOTAS, _damage(error))
+            self._quotas_damaged = True
+            log.error(
+                "%s: %s: %s, so no tenant has a quota; the file is left as it is. Correct it and start the daemon "
+                "again, or set the quotas again (`kvstore quota set`; the file is then kept as %s), or remove it if "
+                "there should be none",
+                self.path, fs_paths.QUOTAS, _damage(error), fs_paths.QUOTAS_DAMAGED,
+            )  # fmt: skip
             return {}
+        self._quotas_damaged = False
+        return quotas
 
     def keep_quotas(self, quotas: dict[str, dict[str, int]], bytes_max: int) -> None:
         content = canonical_json(quotas).encode()
         taken = self.small_files_bytes()
         if taken + len(content) + self.unit_bytes > bytes_max:
             raise LimitExceeded(f"quotas of {len(content)} bytes beside {taken} bytes: {bytes_max} is the most")
+        if self._quotas_damaged:
+            with contextlib.suppress(FileNotFoundError):  # removed, as the log says it may be
+                os.rename(fs_paths.QUOTAS, fs_paths.QUOTAS_DAMAGED, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+                log.warning("%s: the damaged quotas are kept as %s", self.path, fs_paths.QUOTAS_DAMAGED)
+            self._quotas_damaged = False
         self.write_small(fs_paths.QUOTAS, content)
 
     def learned(self) -> dict[str, dict[str, str]]:
@@ -588,6 +609,13 @@ class FsDirectory:
         finally:
             os.close(fd)
 
+    def _exists(self, name: str) -> bool:
+        try:
+            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
     def _is_directory(self, name: str) -> bool:
         try:
             return stat.S_ISDIR(os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mode)
@@ -604,6 +632,17 @@ class FsDirectory:
         """What is a directory where a file should be is not ours to remove: OSError."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
+
+
+def _warn_if_others_write(path: Path, found: os.stat_result) -> None:
+    """No refusal, as of the runtime directory: volumes are often handed to containers with such a mode."""
+    mode, others = stat.S_IMODE(found.st_mode), found.st_uid not in (os.geteuid(), 0)
+    if others or mode & 0o022:
+        log.warning(
+            "%s belongs to uid %d and has mode %04o, so other users can remove or replace what is stored there, which "
+            "engines would load; %s, unless all of them are trusted with that",
+            path, found.st_uid, mode, f"chown {os.geteuid()} {path}" if others else f"chmod go-w {path}",
+        )  # fmt: skip
 
 
 def _lock(directory_fd: int, path: Path) -> int:

@@ -8,6 +8,7 @@ import re
 LOCK = "lock"  # locked while a daemon owns the directory; never unlinked
 TENANT_KEY = "tenant.key"
 QUOTAS = "quotas.json"
+QUOTAS_DAMAGED = "quotas.json.damaged"  # what was in QUOTAS and could not be read, for an operator to look at
 LEARNED = "learned.json"
 STATE = "state.json"  # which opening of the directory the index belongs to, and whether it ended cleanly
 INDEX = "index.mdb"
@@ -51,7 +52,7 @@ def is_temporary(name: str) -> bool:
 
 def is_ours(name: str) -> bool:
     return (
-        name in (LOCK, TENANT_KEY, QUOTAS, LEARNED, STATE, INDEX, NAMESPACES)
+        name in (LOCK, TENANT_KEY, QUOTAS, QUOTAS_DAMAGED, LEARNED, STATE, INDEX, NAMESPACES)
         or slab_number(name) is not None
         or namespace_id(name) is not None
     )

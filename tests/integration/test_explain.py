@@ -198,6 +198,31 @@ def test_what_made_room_for_reads_from_disk_is_told_too(tmp_path: Path) -> None:
         assert "an operator removed chunks from every tier" in fate["events"][1]  # on disk it still was
 
 
+def test_from_which_tier_an_operator_removed_a_chunk_is_told_while_the_other_one_keeps_it(tmp_path: Path) -> None:
+    flags = ["--fs-dir", str(tmp_path / "fs"), "--fs-bytes", "64MiB"]
+    with running_daemon(arguments=flags) as daemon, client_of(daemon) as client:
+        client.put(None, {key(1): payload(1)})
+        eventually(lambda: daemon.tier("fs")["chunks"] == 1, "it is on disk")
+        where = ["--endpoint", daemon.endpoint]
+        CliRunner().invoke(app, ["evict", "--tier", "fs", "--bytes", "1", *where])
+        [fate] = explain(daemon, key(1).hex())["keys"]
+        assert re.fullmatch(
+            r"not on disk now: an operator removed the least recently used chunks from fs, 1 bytes asked for "
+            r"\(1 chunks, 16384 bytes from fs\) .* s ago",
+            fate["events"][1],
+        )
+        assert fate["events"][2] == "in the cpu tier now"
+        client.put(None, {key(2): payload(2)})
+        eventually(lambda: daemon.tier("fs")["chunks"] == 1, "the next one is on disk")
+        CliRunner().invoke(app, ["evict", "--tier", "cpu", *where])
+        [fate] = explain(daemon, key(2).hex())["keys"]
+        assert re.fullmatch(
+            r"not in memory now: an operator removed chunks from cpu \(2 chunks, 24576 bytes from cpu\) .* s ago",
+            fate["events"][1],
+        )
+        assert fate["events"][2] == "in the fs tier now"
+
+
 def test_what_was_dropped_on_its_way_to_disk_is_told_and_not_that_an_operator_removed_it_later(tmp_path: Path) -> None:
     chunk_bytes, keys = 256 << 10, [key(number) for number in range(40)]
     flags = ["--fs-dir", str(tmp_path / "fs"), "--fs-bytes", "16MiB"]

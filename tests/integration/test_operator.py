@@ -305,11 +305,11 @@ def test_names_that_do_not_exist_are_refused_and_nothing_goes(kept: Daemon) -> N
     ("arguments", "said"),
     [
         (("evict",), "say what to evict"),
-        (("evict", "--bytes", "0"), "--bytes is 0"),
+        (("evict", "--bytes", "0"), "--bytes is 0; it must be 1 byte at the least"),
         (("evict", "--bytes", "ten"), "--bytes: 'ten' is not a size"),
         (("evict", "--bytes", "-1"), "--bytes: '-1' is not a size"),
         (("evict", "--older-than", "1w"), "--older-than: '1w' is not a time; write for example 90s, 15m, 1h or 2d"),
-        (("evict", "--older-than", "0s"), "--older-than is 0s"),
+        (("evict", "--older-than", "0s"), "--older-than is 0s; it must be 1ms at the least, and less than 2^63 ms"),
         (("evict", "--older-than", "30"), "--older-than: '30' is not a time"),
         (("evict", "--tenant", ""), "--tenant is empty"),
         (("evict", "--tier", ""), "--tier is empty; leave it out, or say all"),
@@ -325,6 +325,20 @@ def test_names_that_do_not_exist_are_refused_and_nothing_goes(kept: Daemon) -> N
 def test_wrong_usage_exits_2_and_removes_nothing(kept: Daemon, arguments: tuple[str, ...], said: str) -> None:
     assert said in kvstore_error(kept, *arguments, code=2)
     assert kept.tier()["chunks"] == 38
+
+
+@pytest.mark.parametrize("arguments", [["ls", "tenants", "--tenant", "\udcff"], ["explain", "\udcff"]])
+def test_what_is_no_text_is_wrong_usage(kept: Daemon, arguments: list[str]) -> None:
+    assert "is no text in UTF-8" in kvstore_error(kept, *arguments, code=2)
+
+
+def test_an_arena_socket_that_is_not_there_is_told_apart_from_no_daemon(daemon: Daemon) -> None:
+    arena = daemon.runtime_dir / "arena.sock"
+    arena.rename(arena.with_suffix(".away"))
+    try:
+        assert f"kvstore.sock is there and {arena} is not" in kvstore_error(daemon, "stats", code=4)
+    finally:
+        arena.with_suffix(".away").rename(arena)
 
 
 @pytest.mark.parametrize("command", [("evict", "--tier", "all"), ("clear", "--yes"), ("stats",)])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import limits, server
+from kvstore import __version__, limits, server
 from kvstore.config import serve_config
 from kvstore.testing import Daemon, running_daemon, start_daemon
 from tests.integration.conftest import WAIT_S, client_of, key, needs_root, payload
@@ -98,7 +98,7 @@ def test_sockets_are_for_their_owner_only(runtime_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cpu_bytes": "1000TiB"}, rf"an arena of {1000 << 40} bytes"),
+        ({"cpu_bytes": "1000TiB"}, f"an arena of {1000 << 40} bytes (1,024,000.0 GiB), and the host has "),
         ({"cpu_bytes": "1000TiB"}, "bytes of memory; ask for less"),
         ({"hash_seed": None, "environment": {"PYTHONHASHSEED": "random"}}, "PYTHONHASHSEED is 'random'"),
         ({"hash_seed": "abc"}, "PYTHONHASHSEED is 'abc', which is no plain number"),
@@ -215,6 +215,11 @@ def _path_of_python() -> dict[str, str]:
     return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "200"}
 
 
+def test_the_version_is_said_without_a_daemon() -> None:
+    out = subprocess.run(["kvstore", "--version"], capture_output=True, text=True, check=False, env=_path_of_python())
+    assert (out.returncode, out.stdout) == (0, f"kvstore {__version__}\n")
+
+
 def test_the_log_and_stats_say_which_settings_hold_and_what_set_them_but_not_the_seed(runtime_dir: Path) -> None:
     seed = "4109286375"
     with running_daemon(runtime_dir=runtime_dir, cpu_bytes="8MiB", hash_seed=seed) as daemon:
@@ -225,6 +230,7 @@ def test_the_log_and_stats_say_which_settings_hold_and_what_set_them_but_not_the
         assert found["eviction_policy"] == {"value": "adaptive", "source": ""}
         assert "hash_seed" not in found
         [line] = [line for line in daemon.log().splitlines() if "settings: " in line]
+        assert f"kvstore {__version__}, settings: " in line
         assert f"cpu_bytes={8 << 20} (--cpu-bytes)" in line
         assert 'eviction_policy="adaptive",' in line
         assert seed not in daemon.log()

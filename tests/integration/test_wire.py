@@ -397,6 +397,18 @@ def test_an_empty_salt_is_no_tenant(client: StoreClient) -> None:
         client.put("", {key(1): payload(1)})
 
 
+def test_a_salt_with_half_a_surrogate_pair_is_a_tenant_like_any_other(client: StoreClient) -> None:
+    client.put("a\ud800", {key(1): payload(1)})
+    assert client.get("a\ud800", [key(1)]) == [payload(1)]
+    assert client.get("a\ud801", [key(1)]) == client.get("a", [key(1)]) == [None]
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, -5, 1 << 70, "4096", True])
+def test_a_chunk_of_no_size_is_refused(daemon: Daemon, chunk_bytes: object) -> None:
+    with pytest.raises(ConfigurationError, match=rf"chunk_bytes is {chunk_bytes!r}; it is a whole number of bytes"):
+        client_of(daemon, chunk_bytes=chunk_bytes)
+
+
 def test_where_salts_are_required_the_unsalted_are_refused() -> None:
     with running_daemon(arguments=["--require-cache-salt"]) as daemon, client_of(daemon) as client:
         for call in (

@@ -7,7 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,30 @@ def test_the_lock_is_not_inherited(tmp_path: Path) -> None:
 def test_a_directory_that_alone_is_missing_is_made(tmp_path: Path) -> None:
     FsDirectory.open(tmp_path / "fs").close()
     assert stat.S_IMODE((tmp_path / "fs").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o755, False), (0o770, True), (0o707, True)])
+def test_a_directory_that_others_may_write_is_used_with_a_warning(
+    tmp_path: Path, mode: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "fs").mkdir()
+    (tmp_path / "fs").chmod(mode)
+    FsDirectory.open(tmp_path / "fs").close()
+    said = f"has mode {mode:04o}, so other users can remove or replace what is stored there"
+    assert (said in caplog.text) is warned
+    assert (f"chmod go-w {tmp_path / 'fs'}" in caplog.text) is warned
+
+
+def test_a_directory_that_belongs_to_another_user_is_used_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root")
+    os.chown(tmp_path, 65534, -1)
+    tmp_path.chmod(0o755)
+    FsDirectory.open(tmp_path).close()
+    assert f"{tmp_path} belongs to uid 65534" in caplog.text
+    assert f"chown 0 {tmp_path}" in caplog.text
 
 
 def test_a_missing_parent_is_refused(tmp_path: Path) -> None:
@@ -225,6 +249,37 @@ def test_quotas_round_trip_and_a_damaged_file_is_none(directory: FsDirectory, tm
     for content in (b"", b"[]", b"{", b'{"a": 1}', b'{"a": {"cpu": "x"}}', os.urandom(100)):
         (tmp_path / "fs" / fs_paths.QUOTAS).write_bytes(content)
         assert directory.quotas() == {}
+
+
+def test_damaged_quotas_are_told_at_every_start_and_kept_beside_those_that_replace_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "fs" / fs_paths.QUOTAS
+    for _ in range(2):
+        directory = FsDirectory.open(tmp_path / "fs")
+        file.write_bytes(b"{ nearly")
+        caplog.clear()
+        assert directory.quotas() == {}
+        assert "kvstore quota set" in caplog.text
+        assert file.read_bytes() == b"{ nearly"
+        directory.close()
+    directory = FsDirectory.open(tmp_path / "fs")
+    directory.quotas()
+    for number in range(2):
+        directory.keep_quotas({"00" * 16: {"cpu": number}}, 1 << 20)
+        assert (tmp_path / "fs" / fs_paths.QUOTAS_DAMAGED).read_bytes() == b"{ nearly"
+    assert directory.quotas() == {"00" * 16: {"cpu": 1}}
+    assert directory.foreign_bytes() == 0
+    directory.close()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda file: file.symlink_to("elsewhere")], ids=["folder", "link"])
+def test_quotas_that_are_no_file_are_told(
+    directory: FsDirectory, tmp_path: Path, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path / "fs" / fs_paths.QUOTAS)
+    assert directory.quotas() == {}
+    assert "no tenant has a quota" in caplog.text
 
 
 def test_openings_round_trip_and_nonsense_is_none() -> None:

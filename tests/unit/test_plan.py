@@ -567,6 +567,7 @@ def test_of_a_log_that_does_not_say_the_tensor_parallel_size_it_is_the_one_given
         (["--config", "{log}"], "JSON"),
         (["--config", "{windows}"], "does not grow with its prompt"),
         (["--config", "{config}", "--tokens-per-s", "inf"], "--tokens-per-s"),
+        (["--config", "{config}", "--tp", "7"], "32 attention heads (8 of KV) with none but 1, 2, 4, 8, 16, 32;"),
         (["--config", "{config}", "--engine-log", "{log}", "--tp", "4"], "tensor parallel size 2"),
     ],
 )
@@ -582,6 +583,49 @@ def test_wrong_usage_ends_with_2_and_says_what_to_do(
     error = json.loads(output)["error"]
     assert error["kind"] == "ConfigurationError"
     assert message in error["message"]
+
+
+def test_a_load_that_pays_only_beyond_the_models_length_never_pays_and_no_rate_is_infinite(tmp_path: Path) -> None:
+    small = {**LLAMA_8B, "num_hidden_layers": 24, "hidden_size": 896, "num_attention_heads": 14}
+    small |= {"num_key_value_heads": 14, "torch_dtype": "float32"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small))
+    code, output = run("--config", path, "--profile", "none")
+    assert code == 0
+    assert "a load pays from" in output
+    assert "inf" not in output
+    path.write_text(json.dumps({**small, "max_position_embeddings": 2048}))
+    code, output = run("--config", path, "--profile", "none")
+    told = " ".join(output.split())
+    assert told.count("a load never pays by itself within the model's 2,048 tokens") == 2
+    assert "a load pays from" not in told
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 8192}, 8192),
+        ({"max_position_embeddings": 8192, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 32_768),
+        (
+            {
+                "max_position_embeddings": 131_072,
+                "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131_072,
+        ),
+        ({"max_position_embeddings": 8192, "rope_parameters": {"factor": "many"}}, 8192),
+    ],
+)
+def test_the_length_that_a_model_takes_is_its_positions_stretched(
+    fields: dict[str, object], tokens: int | None
+) -> None:
+    assert plan.longest_from_config({**LLAMA_8B, **fields}) == tokens
+
+
+def test_the_length_that_an_engine_takes_is_its_logs() -> None:
+    assert plan.read_engine_log(LOG).longest_tokens is None
+    assert plan.read_engine_log(f"{LOG}\nconfig: max_seq_len=4096, ").longest_tokens == 4096
 
 
 def test_a_plot_is_drawn_or_says_what_to_install(config_file: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import grpc
 import pytest
 
 from kvstore import _native, limits, server
@@ -13,7 +14,7 @@ from kvstore.movement import Movement
 from kvstore.namespace import canonical_json, seed_fingerprint
 from kvstore.operations import Operations
 from kvstore.rpc.v1 import admin_pb2, store_pb2
-from kvstore.service import Admin
+from kvstore.service import Admin, Sessions
 from kvstore.store import Session, Store
 from kvstore.tiers.base import ChunkId, Removed, Scope, WriteOutcome
 from kvstore.tiers.cpu import CpuTier
@@ -38,6 +39,33 @@ class Context:
 
     async def abort(self, code: object, text: str, _: object) -> None:
         raise Aborted(f"{code}: {text}")
+
+
+@dataclass
+class StreamContext(Context):
+    """Of one step stream. gRPC fails where a status is sent while a message is on its way."""
+
+    requests: "asyncio.Queue[object]" = field(default_factory=asyncio.Queue)
+    written: asyncio.Event = field(default_factory=asyncio.Event)  # until then a message is on its way
+    writes: int = 0
+    ended: bool = False
+
+    async def read(self) -> object:
+        return await self.requests.get()
+
+    async def write(self, _: object) -> None:
+        assert not self.writes, "one message at a time"
+        self.writes += 1
+        await self.written.wait()
+        self.writes -= 1
+
+    async def abort(self, code: object, text: str, _: object) -> None:
+        assert not self.writes, "a status beside a message"
+        self.ended = True
+        raise Aborted(f"{code}: {text}")
+
+    def done(self) -> bool:
+        return self.ended
 
 
 @dataclass
@@ -290,6 +318,35 @@ def client_with_a_grant(place: Place) -> Session:
     assert session.group is not None
     assert session.group.granted
     return session
+
+
+@pytest.mark.parametrize("ends", ["refused", "hung up"])
+def test_a_stream_does_not_end_while_the_groups_state_is_on_its_way(place: Place, ends: str) -> None:
+    """As where it replaced another one: what that one was told last is not known, so it is told at once."""
+
+    async def scene() -> None:
+        session = client_with_a_grant(place)
+        context = StreamContext(session.token)
+        sessions = Sessions(place.store, None)  # type: ignore[arg-type]
+        stream = asyncio.create_task(sessions.Step(None, context))  # type: ignore[arg-type]
+        await turns(lambda: context.writes)
+        context.requests.put_nowait(
+            store_pb2.StepRequest(number=9, instance_id=INSTANCE) if ends == "refused" else grpc.aio.EOF
+        )
+        await turns(context.requests.empty)
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        assert not stream.done()
+        context.written.set()
+        if ends == "refused":
+            with pytest.raises(Aborted, match="message number 9 after 1"):
+                await stream
+        else:
+            await stream
+        assert (context.writes, session.on_group) == (0, None)
+        place.store.hang_up(session)
+
+    asyncio.run(scene())
 
 
 def test_leases_end_with_the_last_connection_though_grants_do_not(place: Place) -> None:

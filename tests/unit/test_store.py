@@ -393,7 +393,7 @@ def test_a_removal_that_is_refused_is_not_told_of_any_key(store: Store) -> None:
     operations(store).begin_removal(admin_pb2.RemoveRequest(bytes=4096, older_than_ms=500), 0)
     [removal] = store.explanations._removals
     assert not removal.from_disk  # there is none
-    assert removal.what == "the least recently used chunks not used for 0.5 s, 4096 bytes, from every tier"
+    assert removal.what == "the least recently used chunks not used for 0.5 s from every tier, 4096 bytes asked for"
 
 
 def test_a_foreign_slot_can_be_neither_committed_nor_aborted(store: Store) -> None:
