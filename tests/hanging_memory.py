@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import platform
+import select
 import struct
 
 import pytest
@@ -39,6 +40,12 @@ class HangingMemory:
 
     def __exit__(self, *_: object) -> None:
         self.let_go()
+
+    def wait_until_hung(self, timeout_s: float) -> None:
+        """Until somebody's access hangs."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        assert poll.poll(timeout_s * 1000), f"nobody touched the memory within {timeout_s} s"
 
     def let_go(self) -> None:
         """Every access that hangs goes on, as if the memory had never been special."""

@@ -297,6 +297,7 @@ def test_of_two_who_close_neither_goes_on_while_a_part_is_copied() -> None:
         copier.add_region(hanging.address, hanging.nbytes)
         copier.submit(1, _array(hanging.address), _array(target.ctypes.data), _array(target.nbytes))
         copier.submit(2, _array(), _array(), _array())
+        hanging.wait_until_hung(WAIT_S)  # a job that nobody has begun is given up at once
         closing = [threading.Thread(target=copier.close) for _ in range(2)]
         for thread in closing:
             thread.start()
