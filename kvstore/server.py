@@ -17,7 +17,6 @@ import contextlib
 import errno
 import fcntl
 import gc
-import importlib.metadata
 import json
 import logging
 import os
@@ -39,7 +38,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvstore import throttle
+from kvstore import __version__, throttle
 from kvstore.attach import ArenaSocket
 from kvstore.config import ServeConfig, grpc_target
 from kvstore.errors import ConfigurationError, LimitExceeded
@@ -105,7 +104,7 @@ class StartFailed(Exception):
 def serve(config: ServeConfig, *, verify: bool = False) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit code; what went wrong is in the log."""
     settings = ", ".join(starmap(_shown, config.settings()))
-    _log.info("kvstore %s, settings: %s", importlib.metadata.version("kvstore"), settings)
+    _log.info("kvstore %s, settings: %s", __version__, settings)
     _raise_descriptor_limit(config.fs_bytes)
     _keep_pauses_short()
     try:

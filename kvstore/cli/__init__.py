@@ -3,13 +3,13 @@
 Exit codes: 0 done, 1 failed, 2 wrong usage, 4 no daemon at the endpoint.
 """
 
-import importlib.metadata
 import os
 import sys
 from typing import Annotated
 
 import typer
 
+from kvstore import __version__
 from kvstore.cli import calibrate, check, evict, explain, gc, ls, plan, quota, serve, simulate, stats
 from kvstore.cli.output import EXIT_FAILED, EXIT_USAGE, print_json
 
@@ -24,7 +24,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"kvstore {importlib.metadata.version('kvstore')}")
+        print(f"kvstore {__version__}")
         raise typer.Exit
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.errors import ConfigurationError, LimitExceeded
 from kvstore.namespace import canonical_json, digest
-from kvstore.tiers import fs_paths
+from kvstore.tiers import fs_directory, fs_paths
 from kvstore.tiers.fs_catalog import slab_charge
 from kvstore.tiers.fs_directory import DirectoryInUse, DirectoryUnusable, FsDirectory, Opening, probe_direct_io
 from kvstore.tiers.fs_format import SlabHeader, slot_bytes_for
@@ -68,16 +68,16 @@ def test_a_directory_that_others_may_write_is_used_with_a_warning(
     assert (f"chmod go-w {tmp_path / 'fs'}" in caplog.text) is warned
 
 
-def test_a_directory_that_belongs_to_another_user_is_used_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_directory_that_belongs_to_another_user_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if os.getuid() != 0:
-        pytest.skip("needs root")
-    os.chown(tmp_path, 65534, -1)
-    tmp_path.chmod(0o755)
-    FsDirectory.open(tmp_path).close()
-    assert f"{tmp_path} belongs to uid 65534" in caplog.text
-    assert f"chown 0 {tmp_path}" in caplog.text
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)  # so that the directory's owner is another one
+    fs_directory._warn_if_others_write(tmp_path, os.stat_result((0o40755, 0, 0, 1, 1234, 0, 0, 0, 0, 0)))
+    assert f"{tmp_path} belongs to uid 1234" in caplog.text
+    assert f"chown 4321 {tmp_path}" in caplog.text
+    caplog.clear()
+    fs_directory._warn_if_others_write(tmp_path, os.stat_result((0o40755, 0, 0, 1, 0, 0, 0, 0, 0, 0)))  # root's
+    assert not caplog.text
 
 
 def test_a_missing_parent_is_refused(tmp_path: Path) -> None:
