@@ -14,6 +14,10 @@
 * 0.33 says `on_reset_flushed` when the jobs of before a reset have ended: our own table of jobs knows that.
 * 0.33 calls `unregister_kv_caches` before the memory of the KV cache is taken away (sleep) and `restore_kv_caches`
   when it is back; earlier versions tell a connector nothing: `tell_of_sleep` has them call the same.
+* 0.33 verifies drafts of one kind of linear attention beside its states' blocks (RecoverSSM), and then lets a
+  connector have them: no engine with states is served that drafts (`_require_served`).
+* 0.33 may begin a load of HiSparse's some steps after it was looked up, even after a reset: no engine with that is.
+* 0.33 offers all chunks of a preempted request again when it goes on, and none that have lost a block.
 * 0.33 asks for static facts (`config_info`) to show beside its metrics: the default, none.
 
 `require_supported_version` is asked before any other module here is imported, so at import this one uses nothing of

@@ -278,9 +278,17 @@ def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         )
     _require_keys_of_content(vllm_config)
     _require_reuse(vllm_config, kv_cache_config)
+    if kv_cache_config.hisparse_host_num_blocks is not None:
+        raise ValueError(
+            "KVStoreConnector copies from and to the device, and HiSparse keeps this model's KV cache in host memory, "
+            "where vLLM offers a connector only its index: start the engine without HiSparse, or without "
+            "--kv-transfer-config"
+        )
+    # Of a state its number of blocks does not always tell: drafts may be verified beside it.
+    drafts = vllm_config.speculative_config is not None
     for group in kv_cache_config.kv_cache_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
-            if not isinstance(spec, AttentionSpec) and not _is_served_state(spec):
+            if not isinstance(spec, AttentionSpec) and (drafts or not _is_served_state(spec)):
                 raise ValueError(
                     "KVStoreConnector serves attention, and states (Mamba, linear attention) where vLLM (0.32 and "
                     f"newer) keeps them at the ends of blocks, and this model keeps {type(spec).__name__}"

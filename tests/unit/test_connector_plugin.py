@@ -183,6 +183,18 @@ def test_states_that_lie_elsewhere_are_refused(options):
         build(vllm_config(), with_states(**options))
 
 
+def test_states_that_drafts_are_verified_on_are_refused_wherever_they_lie():
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace(use_eagle_block_drop=lambda: False)
+    with pytest.raises(ValueError, match=r"this model keeps MambaSpec.*without speculative decoding"):
+        build(config, with_states())
+
+
+def test_an_engine_whose_kv_cache_is_in_host_memory_is_refused():
+    with pytest.raises(ValueError, match="HiSparse keeps this model's KV cache in host memory"):
+        build(vllm_config(), replace(kv_cache_config(8), hisparse_host_num_blocks=8))
+
+
 def test_a_version_that_does_not_hand_states_over_is_refused_with_them(monkeypatch):
     from connector import compat
 
