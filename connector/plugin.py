@@ -276,6 +276,7 @@ def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             f"this engine has sleep_mode_backend={backend!r}: start it without --enable-sleep-mode, or without "
             "--kv-transfer-config"
         )
+    _require_honest_steps(vllm_config)
     _require_keys_of_content(vllm_config)
     _require_reuse(vllm_config, kv_cache_config)
     if kv_cache_config.hisparse_host_num_blocks is not None:
@@ -296,6 +297,17 @@ def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
                     "the engine with --enable-prefix-caching and without speculative decoding, or without "
                     "--kv-transfer-config"
                 )
+
+
+def _require_honest_steps(vllm_config: VllmConfig) -> None:
+    """ValueError for an engine that goes on after a step that failed: the step's chunks are offered as if it had
+    computed them, and nothing tells a connector that it has not."""
+    if vllm_config.parallel_config.enable_fault_tolerance:
+        raise ValueError(
+            "KVStoreConnector cannot tell which tokens a failed step has left without their KV, and with "
+            "--enable-fault-tolerance an engine goes on after one: start it without that, or without "
+            "--kv-transfer-config"
+        )
 
 
 def _require_keys_of_content(vllm_config: VllmConfig) -> None:

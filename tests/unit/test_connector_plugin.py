@@ -190,6 +190,13 @@ def test_states_that_drafts_are_verified_on_are_refused_wherever_they_lie():
         build(config, with_states())
 
 
+def test_an_engine_that_goes_on_after_a_failed_step_is_refused():
+    config = vllm_config()
+    config.parallel_config.enable_fault_tolerance = True
+    with pytest.raises(ValueError, match=r"--enable-fault-tolerance an engine goes on"):
+        build(config)
+
+
 def test_an_engine_whose_kv_cache_is_in_host_memory_is_refused():
     with pytest.raises(ValueError, match="HiSparse keeps this model's KV cache in host memory"):
         build(vllm_config(), replace(kv_cache_config(8), hisparse_host_num_blocks=8))
