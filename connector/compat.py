@@ -7,6 +7,9 @@
   `hands_over_states`. Before, no engine with states is served.
 * Before 0.32 a streaming session's next turn drops the last token that was sampled and keeps the hash of a block that
   ends with it: vLLM's keys are those of another text from there on, and no session is served (`renews_session_hashes`).
+* Before 0.33, where steps do not overlap, the drafts behind a streaming session's end of turn count as computed, and
+  the tokens of the next turn are taken for them: an engine that drafts so is shut out when a session comes
+  (`counts_session_drafts`).
 * 0.30 queues a step's stores when it asks for finished jobs, later versions when the step's saving ends: vLLM's own
   code does either, and nothing of ours comes between.
 * 0.33 can have loads end within the step (`submit_load(..., expedited=True)`): `ConnectorConfig` refuses the setting.
@@ -14,6 +17,10 @@
 * 0.33 says `on_reset_flushed` when the jobs of before a reset have ended: our own table of jobs knows that.
 * 0.33 calls `unregister_kv_caches` before the memory of the KV cache is taken away (sleep) and `restore_kv_caches`
   when it is back; earlier versions tell a connector nothing: `tell_of_sleep` has them call the same.
+* 0.33 verifies drafts of one kind of linear attention beside its states' blocks (RecoverSSM), and then lets a
+  connector have them: no engine with states is served that drafts (`_require_served`).
+* 0.33 may begin a load of HiSparse's some steps after it was looked up, even after a reset: no engine with that is.
+* 0.33 offers all chunks of a preempted request again when it goes on, and none that have lost a block.
 * 0.33 asks for static facts (`config_info`) to show beside its metrics: the default, none.
 
 `require_supported_version` is asked before any other module here is imported, so at import this one uses nothing of
@@ -43,6 +50,7 @@ else:
 
 OLDEST, NEWEST = (0, 30), (0, 33)
 STATES_FROM = SESSION_HASHES_FROM = (0, 32)
+SESSION_DRAFTS_FROM = (0, 33)
 
 
 def version_problem(version: str) -> str | None:
@@ -74,6 +82,10 @@ def hands_over_states(version: str = __version__) -> bool:
 
 def renews_session_hashes(version: str = __version__) -> bool:
     return _numbers(version) >= SESSION_HASHES_FROM
+
+
+def counts_session_drafts(version: str = __version__) -> bool:
+    return _numbers(version) >= SESSION_DRAFTS_FROM
 
 
 def offload_whole_chunks_only(scheduler: "OffloadingConnectorScheduler") -> None:

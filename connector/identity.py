@@ -614,9 +614,9 @@ def _canonical_format(kv_cache_config: "KVCacheConfig", cache: Any) -> str:
     layout = kv_cache_config.kv_cache_layout or cache.kv_cache_layout
     if layout is None:
         raise ValueError("the engine has not resolved its KV cache layout yet; the namespace is made when it has")
-    name = f"{canonical_format_id(layout)}-{layout}"
-    # How the CPU backend packs a page for its instruction set is its own affair and has no version of its own.
-    return f"{name}-cpu-{__version__}" if current_platform.is_cpu() else name
+    # How a backend's kernels order a page's bytes is their own affair and has no version of its own: vLLM 0.33 has the
+    # records of DeepSeek V4.1 in another order than 0.32, under the same names and in pages of the same size.
+    return f"{canonical_format_id(layout)}-{layout}-{current_platform.device_type}-{__version__}"
 
 
 def _fields(config: Any, names: Iterable[str]) -> dict[str, Any]:

@@ -68,10 +68,12 @@ class KVStoreConnector(OffloadingConnector):
             logging.getLogger(OFFLOADING_SCHEDULER_LOG).addFilter(_is_no_waiting_store)
             assert isinstance(self.scheduler.manager, SchedulerHalf)
             self._scheduler_half = self.scheduler.manager
-            # A turn may end within the drafts that a step accepts. Unless steps overlap, vLLM counts those behind its
-            # end as computed, and its own prefix cache then has them under the keys of what comes next.
+            # A turn may end within the drafts that a step accepts. Unless steps overlap, vLLM may count those behind
+            # its end as computed, and its own prefix cache then has them under the keys of what comes next.
             self._miscounts_sessions = (
-                vllm_config.speculative_config is not None and not vllm_config.scheduler_config.async_scheduling
+                vllm_config.speculative_config is not None
+                and not vllm_config.scheduler_config.async_scheduling
+                and not compat.counts_session_drafts()
             )
             self._flushes_come_late = compat.overwrites_before_flushes(vllm_config, kv_cache_config)
 
@@ -132,9 +134,9 @@ class KVStoreConnector(OffloadingConnector):
     def on_new_request(self, request: Request) -> None:
         if request.resumable and self._miscounts_sessions:
             self._scheduler_half.shut_out(
-                "vLLM may take drafts for the tokens of a streaming session's next turn where it drafts without "
-                "asynchronous scheduling, and a session has come: start the engine with --async-scheduling, or without "
-                "speculative decoding"
+                "this version of vLLM may take drafts for the tokens of a streaming session's next turn where it "
+                "drafts without asynchronous scheduling, and a session has come (vLLM 0.33 and later count them "
+                "right): start the engine with --async-scheduling, or without speculative decoding"
             )
         lora, adapter = request.lora_request, b""
         if lora is not None:
@@ -276,11 +278,20 @@ def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             f"this engine has sleep_mode_backend={backend!r}: start it without --enable-sleep-mode, or without "
             "--kv-transfer-config"
         )
+    _require_honest_steps(vllm_config)
     _require_keys_of_content(vllm_config)
     _require_reuse(vllm_config, kv_cache_config)
+    if kv_cache_config.hisparse_host_num_blocks is not None:
+        raise ValueError(
+            "KVStoreConnector copies from and to the device, and HiSparse keeps this model's KV cache in host memory, "
+            "where vLLM offers a connector only its index: start the engine without HiSparse, or without "
+            "--kv-transfer-config"
+        )
+    # Of a state its number of blocks does not always tell: drafts may be verified beside it.
+    drafts = vllm_config.speculative_config is not None
     for group in kv_cache_config.kv_cache_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
-            if not isinstance(spec, AttentionSpec) and not _is_served_state(spec):
+            if not isinstance(spec, AttentionSpec) and (drafts or not _is_served_state(spec)):
                 raise ValueError(
                     "KVStoreConnector serves attention, and states (Mamba, linear attention) where vLLM (0.32 and "
                     f"newer) keeps them at the ends of blocks, and this model keeps {type(spec).__name__}"
@@ -288,6 +299,17 @@ def _require_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
                     "the engine with --enable-prefix-caching and without speculative decoding, or without "
                     "--kv-transfer-config"
                 )
+
+
+def _require_honest_steps(vllm_config: VllmConfig) -> None:
+    """ValueError for an engine that goes on after a step that failed: the step's chunks are offered as if it had
+    computed them, and nothing tells a connector that it has not."""
+    if vllm_config.parallel_config.enable_fault_tolerance:
+        raise ValueError(
+            "KVStoreConnector cannot tell which tokens a failed step has left without their KV, and with "
+            "--enable-fault-tolerance an engine goes on after one: start it without that, or without "
+            "--kv-transfer-config"
+        )
 
 
 def _require_keys_of_content(vllm_config: VllmConfig) -> None:

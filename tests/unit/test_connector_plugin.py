@@ -183,6 +183,25 @@ def test_states_that_lie_elsewhere_are_refused(options):
         build(vllm_config(), with_states(**options))
 
 
+def test_states_that_drafts_are_verified_on_are_refused_wherever_they_lie():
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace(use_eagle_block_drop=lambda: False)
+    with pytest.raises(ValueError, match=r"this model keeps MambaSpec.*without speculative decoding"):
+        build(config, with_states())
+
+
+def test_an_engine_that_goes_on_after_a_failed_step_is_refused():
+    config = vllm_config()
+    config.parallel_config.enable_fault_tolerance = True
+    with pytest.raises(ValueError, match=r"--enable-fault-tolerance an engine goes on"):
+        build(config)
+
+
+def test_an_engine_whose_kv_cache_is_in_host_memory_is_refused():
+    with pytest.raises(ValueError, match="HiSparse keeps this model's KV cache in host memory"):
+        build(vllm_config(), replace(kv_cache_config(8), hisparse_host_num_blocks=8))
+
+
 def test_a_version_that_does_not_hand_states_over_is_refused_with_them(monkeypatch):
     from connector import compat
 
@@ -289,8 +308,16 @@ def test_our_series_are_built_in_a_process_that_constructed_no_connector():
     assert {name for name in made if name.startswith("kvstore_")} == set(metrics.COUNTERS)
 
 
-@pytest.mark.parametrize(("drafts", "overlapping", "served"), [(1, False, False), (1, True, True), (0, False, True)])
-def test_an_engine_that_miscounts_a_session_is_shut_out_when_one_comes(drafts, overlapping, served, caplog):
+@pytest.mark.parametrize(
+    ("drafts", "overlapping", "counted", "served"),
+    [(1, False, False, False), (1, True, False, True), (0, False, False, True), (1, False, True, True)],
+)
+def test_an_engine_that_miscounts_a_session_is_shut_out_when_one_comes(
+    drafts, overlapping, counted, served, caplog, monkeypatch
+):
+    from connector import compat
+
+    monkeypatch.setattr(compat, "counts_session_drafts", lambda: counted)
     engine = PretendEngine()
     config = engine.connector._engine.vllm_config
     config.speculative_config = SimpleNamespace(use_eagle_block_drop=lambda: False) if drafts else None

@@ -20,7 +20,7 @@ MIXED = (Group(), Group(window=9))
 WAYS = {
     "plain": {},
     "ranks": {"ranks": 2},
-    "drafts": {"drafts": 3, "sessions": False},
+    "drafts": {"drafts": 3, "sessions": compat.counts_session_drafts()},
     "overlapping": {"overlapping": True},
     "overlapping drafts": {"overlapping": True, "drafts": 3},
     "priorities": {"policy": "priority", "overlapping": True},

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.platforms
+import vllm.version
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
@@ -405,6 +407,17 @@ def test_a_second_engine_of_the_same_kind_has_the_same_namespace(engine: EngineC
     moved.symlink_to(engine.model_config.model)
     other.model_config.model = str(moved)
     assert namespace_id(other.document()) == namespace_id(engine.document())
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_what_another_version_of_vllm_wrote_is_another_namespace(
+    engine: EngineConfig, monkeypatch: pytest.MonkeyPatch, device_type: str
+) -> None:
+    monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(device_type=device_type))
+    monkeypatch.setattr(vllm.version, "__version__", "0.32.0")
+    older = engine.document()
+    monkeypatch.setattr(vllm.version, "__version__", "0.33.0")
+    assert namespace_id(engine.document()) != namespace_id(older)
 
 
 def _speculative(engine: EngineConfig) -> None:
