@@ -7,9 +7,6 @@
   `hands_over_states`. Before, no engine with states is served.
 * Before 0.32 a streaming session's next turn drops the last token that was sampled and keeps the hash of a block that
   ends with it: vLLM's keys are those of another text from there on, and no session is served (`renews_session_hashes`).
-* Before 0.33, where steps do not overlap, the drafts behind a streaming session's end of turn count as computed, and
-  the tokens of the next turn are taken for them: an engine that drafts so is shut out when a session comes
-  (`counts_session_drafts`).
 * 0.30 queues a step's stores when it asks for finished jobs, later versions when the step's saving ends: vLLM's own
   code does either, and nothing of ours comes between.
 * 0.33 can have loads end within the step (`submit_load(..., expedited=True)`): `ConnectorConfig` refuses the setting.
@@ -50,7 +47,6 @@ else:
 
 OLDEST, NEWEST = (0, 30), (0, 33)
 STATES_FROM = SESSION_HASHES_FROM = (0, 32)
-SESSION_DRAFTS_FROM = (0, 33)
 
 
 def version_problem(version: str) -> str | None:
@@ -82,10 +78,6 @@ def hands_over_states(version: str = __version__) -> bool:
 
 def renews_session_hashes(version: str = __version__) -> bool:
     return _numbers(version) >= SESSION_HASHES_FROM
-
-
-def counts_session_drafts(version: str = __version__) -> bool:
-    return _numbers(version) >= SESSION_DRAFTS_FROM
 
 
 def offload_whole_chunks_only(scheduler: "OffloadingConnectorScheduler") -> None:

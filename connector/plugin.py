@@ -68,12 +68,10 @@ class KVStoreConnector(OffloadingConnector):
             logging.getLogger(OFFLOADING_SCHEDULER_LOG).addFilter(_is_no_waiting_store)
             assert isinstance(self.scheduler.manager, SchedulerHalf)
             self._scheduler_half = self.scheduler.manager
-            # A turn may end within the drafts that a step accepts. Unless steps overlap, vLLM may count those behind
-            # its end as computed, and its own prefix cache then has them under the keys of what comes next.
+            # A turn may end within the drafts that a step accepts. Unless steps overlap, vLLM counts those behind its
+            # end as computed, and its own prefix cache then has them under the keys of what comes next.
             self._miscounts_sessions = (
-                vllm_config.speculative_config is not None
-                and not vllm_config.scheduler_config.async_scheduling
-                and not compat.counts_session_drafts()
+                vllm_config.speculative_config is not None and not vllm_config.scheduler_config.async_scheduling
             )
             self._flushes_come_late = compat.overwrites_before_flushes(vllm_config, kv_cache_config)
 
@@ -134,9 +132,9 @@ class KVStoreConnector(OffloadingConnector):
     def on_new_request(self, request: Request) -> None:
         if request.resumable and self._miscounts_sessions:
             self._scheduler_half.shut_out(
-                "this version of vLLM may take drafts for the tokens of a streaming session's next turn where it "
-                "drafts without asynchronous scheduling, and a session has come (vLLM 0.33 and later count them "
-                "right): start the engine with --async-scheduling, or without speculative decoding"
+                "vLLM may take drafts for the tokens of a streaming session's next turn where it drafts without "
+                "asynchronous scheduling, and a session has come: start the engine with --async-scheduling, or without "
+                "speculative decoding"
             )
         lora, adapter = request.lora_request, b""
         if lora is not None:

@@ -28,11 +28,6 @@ def test_states_are_served_where_vllm_hands_them_over(version, served):
     assert compat.hands_over_states(version) is served
 
 
-@pytest.mark.parametrize(("version", "right"), [("0.32.0", False), ("0.33.0", True)])
-def test_sessions_that_draft_are_counted_right_from_the_version_on_that_does(version, right):
-    assert compat.counts_session_drafts(version) is right
-
-
 @pytest.mark.parametrize("version", ["0.29.1", "0.34.0", "0.3.0", "0.330.0", "1.31.0", "dev", ""])
 def test_another_version_is_named_with_the_range(version):
     problem = compat.version_problem(version)

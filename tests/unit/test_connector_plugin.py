@@ -308,16 +308,8 @@ def test_our_series_are_built_in_a_process_that_constructed_no_connector():
     assert {name for name in made if name.startswith("kvstore_")} == set(metrics.COUNTERS)
 
 
-@pytest.mark.parametrize(
-    ("drafts", "overlapping", "counted", "served"),
-    [(1, False, False, False), (1, True, False, True), (0, False, False, True), (1, False, True, True)],
-)
-def test_an_engine_that_miscounts_a_session_is_shut_out_when_one_comes(
-    drafts, overlapping, counted, served, caplog, monkeypatch
-):
-    from connector import compat
-
-    monkeypatch.setattr(compat, "counts_session_drafts", lambda: counted)
+@pytest.mark.parametrize(("drafts", "overlapping", "served"), [(1, False, False), (1, True, True), (0, False, True)])
+def test_an_engine_that_miscounts_a_session_is_shut_out_when_one_comes(drafts, overlapping, served, caplog):
     engine = PretendEngine()
     config = engine.connector._engine.vllm_config
     config.speculative_config = SimpleNamespace(use_eagle_block_drop=lambda: False) if drafts else None

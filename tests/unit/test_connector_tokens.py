@@ -20,7 +20,7 @@ MIXED = (Group(), Group(window=9))
 WAYS = {
     "plain": {},
     "ranks": {"ranks": 2},
-    "drafts": {"drafts": 3, "sessions": compat.counts_session_drafts()},
+    "drafts": {"drafts": 3, "sessions": False},
     "overlapping": {"overlapping": True},
     "overlapping drafts": {"overlapping": True, "drafts": 3},
     "priorities": {"policy": "priority", "overlapping": True},
