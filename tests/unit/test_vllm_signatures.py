@@ -1,6 +1,7 @@
-"""The newest vLLM that the connector accepts has no CPU build, so no engine of it runs here. What it passes to our
-overrides and what it takes from our calls is compared with a list that `tools/vllm_signatures.py` made from its wheel:
-names and parameters of every object of vLLM that `connector/` uses.
+"""The newest vLLM that the connector accepts has no CPU build, and engines of it run only in an environment of their
+own (`make test-vllm`). What it passes to our overrides and what it takes from our calls is compared in every one with a
+list that `tools/vllm_signatures.py` made from its wheel: names and parameters of every object of vLLM that `connector/`
+uses.
 """
 # ruff: noqa: ARG002 - overrides that are planted to be found
 
