@@ -412,17 +412,19 @@ def test_the_stand_in_for_vllms_allocator_is_called_like_it():
 
 
 class Backend:
-    """What 0.33's worker knows of the allocator."""
+    """What vLLM's worker asks of the allocator, by the names that 0.33 has for it."""
 
     def __init__(self, allocator):
-        self.suspend, self.resume, self.discard = lambda _: allocator.sleep(), allocator.wake_up, allocator.discard
+        self.suspend = lambda _: allocator.sleep(offload_tags=("weights",))
+        self.resume, self.discard = allocator.wake_up, allocator.discard
 
 
 def whoever_tells(allocator, connector, monkeypatch):
     """Puts the allocator's memory to sleep and wakes it as vLLM does, and the connector hears of it: from vLLM's own
     worker from 0.33 on, before from the allocator, which was told to."""
     if not hasattr(KVConnectorBase_V1, "restore_kv_caches"):
-        return allocator
+        backend = Backend(allocator)
+        return SimpleNamespace(sleep=partial(backend.suspend, 1), wake_up=backend.resume, discard=backend.discard)
     monkeypatch.setattr(gpu_worker, "has_kv_transfer_group", lambda: True)
     monkeypatch.setattr(gpu_worker, "get_kv_transfer_group", lambda: connector)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
